@@ -1,0 +1,148 @@
+"""The settings of a run, and what is checked about them before anything is compiled or written.
+
+Each part of `Config` is defined beside the code that it configures. A run is a Python file with
+`get_config() -> Config` that names what differs from the defaults (see `configs/`).
+"""
+
+import dataclasses
+
+from tst_jax import schedule
+from tst_jax.errors import UserError
+from tst_jax.models.transformer import ModelConfig
+from tst_jax.optimizer import OptimizerConfig
+from tst_jax.schedule import ScheduleConfig, TSTConfig
+from tst_jax.sharding import MeshConfig
+
+
+class ConfigError(UserError):
+    """Settings that cannot work; the message has one line a problem."""
+
+
+@dataclasses.dataclass
+class DataConfig:
+    """What a step reads."""
+
+    store: str = ""  # folder made by `python -m tst_jax.prepare`
+    rows: int = 8  # B: rows of a recovery step, over all devices
+    positions: int = 64  # L: positions of a row, in either phase
+    shuffle: bool = True  # rows in an order drawn from the seed; False: in the store's order
+
+
+@dataclasses.dataclass
+class EvalConfig:
+    """The held-out next-token loss: the only one that compares with a baseline (rule 11)."""
+
+    every: int = 250  # steps; also at each switch and at the end. 0: only at the end
+    tokens: int = 131_072  # how much of the held-out split, from its start; 0: all
+    rows: int = 32  # rows of an evaluation batch
+
+
+@dataclasses.dataclass
+class CheckpointConfig:
+    """When to save beside the switch, the stop and the end, and how many of those to keep."""
+
+    every: int = 500  # steps; 0: only at the switch, at a stop and at the end
+    keep: int = 2  # the last ones; checkpoints at a switch are always kept
+
+
+@dataclasses.dataclass
+class Config:
+    """A run. Two configs that differ only in HARMLESS fields train the same parameters."""
+
+    seed: int = 0  # of the initial parameters and of the order of the data
+    steps: int = 1000  # N, over both phases
+    stop_after: int = -1  # end cleanly, with a checkpoint, once so many steps are done; -1: never
+    log_every: int = 10  # steps between lines of metrics.jsonl
+    loss_chunk: int = 1024  # positions whose logits exist at a time
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    tst: TSTConfig = dataclasses.field(default_factory=TSTConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+
+
+HARMLESS = ("stop_after", "log_every", "data.store", "mesh", "eval", "checkpoint")
+
+
+def stages(config: Config) -> list[schedule.Stage]:
+    """The run's stages, from the final settings (rule 14)."""
+    return schedule.make_stages(
+        config.tst, config.steps, config.data.rows, config.data.positions
+    )
+
+
+def problems(config: Config) -> list[str]:
+    """One line for each setting that cannot work, by itself or beside the others."""
+    found = []
+    at_least = {
+        "seed": 0,
+        "steps": 1,
+        "log_every": 1,
+        "loss_chunk": 1,
+        "data.rows": 1,
+        "data.positions": 1,
+        "eval.every": 0,
+        "eval.tokens": 0,
+        "eval.rows": 1,
+        "checkpoint.every": 0,
+        "checkpoint.keep": 1,
+    }
+    values = flatten(config)
+    for name, least in at_least.items():
+        if values[name] < least:
+            found.append(f"{name} is {values[name]}; it must be at least {least}")
+    if config.seed >= 2**32:
+        found.append(f"seed is {config.seed}; it must be below 2**32")
+    if config.stop_after < -1 or config.stop_after > config.steps:
+        found.append(
+            f"stop_after is {config.stop_after}; give a step up to steps={config.steps}, or -1"
+        )
+    if not config.data.store:
+        found.append("data.store is empty; give the folder that tst_jax.prepare made")
+    found += config.model.problems() + config.tst.problems() + config.optimizer.problems()
+    found += config.mesh.problems()
+    if config.steps >= 1:
+        found += config.schedule.problems(config.steps)
+    if not found:
+        try:
+            stages(config)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def validate(config: Config) -> None:
+    """Raises ConfigError with all problems at once."""
+    found = problems(config)
+    if found:
+        raise ConfigError("\n".join(found))
+
+
+def flatten(config) -> dict:
+    """{"steps": 1000, "tst.ratio": 0.3, ...}, in the order of the fields; also of a nested dict."""
+    tree = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else config
+    flat = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            flat |= {f"{name}.{inner}": v for inner, v in flatten(value).items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+def differences(old: dict, new: dict, harmless: bool = False) -> list[str]:
+    """Lines "name: old -> new" for fields of two configs (as nested dicts) that differ.
+
+    Leaves out the HARMLESS ones, which change no trained parameter, unless they are asked for.
+    """
+    old, new = flatten(old), flatten(new)
+    lines = []
+    for name in old | new:
+        if not harmless and any(name == h or name.startswith(h + ".") for h in HARMLESS):
+            continue
+        if old.get(name) != new.get(name):
+            lines.append(f"{name}: {old.get(name, '(absent)')} -> {new.get(name, '(absent)')}")
+    return lines

@@ -1,0 +1,1 @@
+"""Corpora in, a prepared token store on disk, and the pipelines that read it."""

@@ -1,0 +1,6 @@
+"""The one kind of error whose message is meant for the user."""
+
+
+class UserError(ValueError):
+    """What was asked for cannot be done. The message has one line a problem: what was found, what is
+    allowed, what to do. Commands print it without a traceback and end with status 2."""

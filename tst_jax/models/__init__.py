@@ -1,0 +1,1 @@
+"""Decoders. Each shows the stages that TST touches: embed, body, head."""

@@ -1,0 +1,194 @@
+"""Phases and learning rate as pure functions of the step (rules 2, 13, 14, 15)."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from tst_jax import superposition
+
+EXPAND = ("length", "batch")
+
+
+@dataclasses.dataclass
+class TSTConfig:
+    """How long to superpose, and how. `ratio = 0` is the baseline."""
+
+    bag_size: int = 4  # s
+    ratio: float = 0.3  # r: superposition runs for round(r * steps) steps
+    superposition_steps: int = -1  # the same as a step count; -1: from ratio
+    stages: str = ""  # general form, "16:0.1,8:0.1,4:0.1" (bag size : fraction); "": one stage
+    mode: str = "full"  # full; input: bags in, next token out; output: tokens in, next bag out
+    objective: str = "mce"  # mce, mass, bce, hinge
+    weights: str = "uniform"  # of the slots: uniform, power, exponential, first, fitted
+    expand: str = "length"  # a step's extra tokens as s times longer rows, or s times as many
+    reset_optimizer: bool = False  # at each switch, start the optimizer state anew
+    reinit_embedding_and_head: bool = False  # at each switch (the paper's Table 2 ablation)
+
+    def problems(self) -> list[str]:
+        """One line for each setting that is out of range by itself."""
+        found = []
+        if self.bag_size < 1:
+            found.append(f"tst.bag_size is {self.bag_size}; it must be at least 1")
+        if not 0 <= self.ratio <= 1:
+            found.append(f"tst.ratio is {self.ratio}; it must lie in 0 .. 1 (0 is the baseline)")
+        if self.superposition_steps < -1:
+            found.append(
+                f"tst.superposition_steps is {self.superposition_steps}; "
+                "give a step count, or -1 to derive it from tst.ratio"
+            )
+        choices = {
+            "mode": superposition.MODES,
+            "objective": superposition.OBJECTIVES,
+            "weights": superposition.WEIGHTS,
+            "expand": EXPAND,
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                found.append(
+                    f"tst.{name} is {getattr(self, name)!r}; choose one of {', '.join(allowed)}"
+                )
+        return found
+
+
+@dataclasses.dataclass
+class ScheduleConfig:
+    """Warmup, stable, decay: one schedule over all steps of both phases."""
+
+    peak_lr: float = 1e-3
+    warmup_steps: int = -1  # linear from 0; -1: from warmup_fraction
+    warmup_fraction: float = 0.05
+    decay_fraction: float = 0.1  # of all steps, linear to 0 at the end
+
+    def problems(self, steps: int) -> list[str]:
+        """One line for each setting that gives no schedule over `steps` steps."""
+        found = []
+        if not 0 < self.peak_lr < float("inf"):
+            found.append(f"schedule.peak_lr is {self.peak_lr}; it must be positive and finite")
+        for name in ("warmup_fraction", "decay_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                found.append(f"schedule.{name} is {getattr(self, name)}; it must lie in 0 .. 1")
+        if self.warmup_steps < -1:
+            found.append(f"schedule.warmup_steps is {self.warmup_steps}; give a count, or -1")
+        if not found and warmup_and_decay(self, steps)[0] + warmup_and_decay(self, steps)[1] > steps:
+            found.append(
+                f"warmup and decay together are longer than the run's {steps} steps; "
+                "shorten schedule.warmup_steps, warmup_fraction or decay_fraction"
+            )
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """Steps `start <= k < stop` with one bag size: what a step of them reads and computes on."""
+
+    start: int
+    stop: int
+    bag_size: int
+    mode: str  # "full" in recovery
+    rows: int  # B of this stage
+    positions: int  # L of this stage
+
+    @property
+    def phase(self) -> str:
+        """`superposition`, or `recovery` (which is also what a baseline does)."""
+        return "superposition" if self.bag_size > 1 else "recovery"
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens that a row reads, the last target included."""
+        return superposition.row_tokens(self.positions, self.bag_size, self.mode)
+
+    @property
+    def row_stride(self) -> int:
+        """Tokens that a row uses up: the distance between starts of neighbouring rows."""
+        return superposition.row_stride(self.positions, self.bag_size, self.mode)
+
+    @property
+    def step_tokens(self) -> int:
+        """Data tokens that a step uses up."""
+        return self.rows * self.row_stride
+
+    @property
+    def step_positions(self) -> int:
+        """Positions that a step computes on: the same in every stage (rule 2)."""
+        return self.rows * self.positions
+
+
+def parse_stages(text: str) -> list[tuple[int, float]]:
+    """`"16:0.1,4:0.2"` -> [(16, 0.1), (4, 0.2)]. ValueError in one line if it is not of that form."""
+    try:
+        pairs = [part.split(":") for part in text.split(",")]
+        return [(int(bag), float(fraction)) for bag, fraction in pairs]
+    except ValueError:
+        raise ValueError(
+            f"tst.stages is {text!r}; write bag sizes and fractions as '16:0.1,4:0.2'"
+        ) from None
+
+
+def make_stages(tst: TSTConfig, steps: int, rows: int, positions: int) -> list[Stage]:
+    """The run's stages, recovery last; empty ones are left out (rules 13, 14).
+
+    Args:
+      tst: the method's settings, each in its range.
+      steps: N, of the whole run.
+      rows, positions: B and L of a recovery step.
+    Raises:
+      ValueError: the stages do not fit each other or the run, in one line.
+    """
+    plan = [(tst.bag_size, tst.ratio)]
+    if tst.stages:
+        plan = parse_stages(tst.stages)
+    bags = [bag for bag, _ in plan]
+    if min(bags) < 1 or min(fraction for _, fraction in plan) < 0:
+        raise ValueError(f"tst.stages is {tst.stages!r}; bag sizes start at 1, fractions at 0")
+    for bigger, smaller in zip(bags, bags[1:]):
+        if bigger % smaller or bigger == smaller:
+            raise ValueError(
+                f"tst.stages goes from bag size {bigger} to {smaller}; each must be a divisor of "
+                "the one before, so that the token stream goes on without a gap"
+            )
+    # Boundaries are rounded from the running sum, so that no step is lost between stages.
+    boundaries, total = [0], 0.0
+    for _, fraction in plan:
+        total += fraction
+        boundaries.append(round(total * steps))
+    if tst.superposition_steps >= 0 and not tst.stages:
+        boundaries[1] = tst.superposition_steps
+    if boundaries[-1] > steps:
+        raise ValueError(
+            f"superposition would end at step {boundaries[-1]} of {steps}; "
+            "shorten tst.superposition_steps or tst.stages, or raise steps"
+        )
+
+    stages = []
+    for (bag, _), start, stop in zip(plan, boundaries, boundaries[1:]):
+        if start == stop or bag == 1:
+            continue
+        if tst.expand == "batch" and positions % bag:
+            raise ValueError(
+                f"tst.expand='batch' cuts rows of {positions} positions into {bag}; "
+                "make data.positions a multiple of the bag size"
+            )
+        shape = (rows, positions) if tst.expand == "length" else (rows * bag, positions // bag)
+        stages.append(Stage(start, stop, bag, tst.mode, *shape))
+    end = stages[-1].stop if stages else 0
+    if end < steps:
+        stages.append(Stage(end, steps, 1, "full", rows, positions))
+    return stages
+
+
+def warmup_and_decay(cfg: ScheduleConfig, steps: int) -> tuple[int, int]:
+    """Lengths of the first and last part of the schedule, in steps."""
+    warmup = round(cfg.warmup_fraction * steps) if cfg.warmup_steps < 0 else cfg.warmup_steps
+    return warmup, round(cfg.decay_fraction * steps)
+
+
+def learning_rate(cfg: ScheduleConfig, steps: int, step):
+    """Learning rate of step `step` (0-based; int or traced), float32.
+
+    Reaches its peak on the last step of the warmup and is peak / decay length on the last step.
+    """
+    warmup, decay = warmup_and_decay(cfg, steps)
+    rise = (step + 1) / max(warmup, 1)
+    fall = (steps - step) / max(decay, 1)
+    return cfg.peak_lr * jnp.minimum(jnp.minimum(rise, fall), 1.0).astype(jnp.float32)

@@ -1,0 +1,104 @@
+"""One mesh, and one table from the logical names of array axes to its axes."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+AXES = ("data", "fsdp", "tensor")
+RULES = {
+    "batch": ("data", "fsdp"),
+    "vocab": "tensor",
+    "embed": "fsdp",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "head_dim": None,
+    "mlp": "tensor",
+}
+
+
+@dataclasses.dataclass
+class MeshConfig:
+    """Devices along each axis; one may be -1, which takes what the others leave."""
+
+    data: int = -1
+    fsdp: int = 1
+    tensor: int = 1
+
+    def problems(self) -> list[str]:
+        """One line for each size that no number of devices could have."""
+        sizes = dataclasses.asdict(self)
+        found = [
+            f"mesh.{name} is {size}; give a number of devices, or -1 for the rest"
+            for name, size in sizes.items()
+            if size < 1 and size != -1
+        ]
+        if list(sizes.values()).count(-1) > 1:
+            found.append("mesh has more than one -1; only one axis can take the rest")
+        return found
+
+
+def make_mesh(cfg: MeshConfig, devices=None) -> Mesh:
+    """The mesh over all devices. ValueError in one line if they do not fill it."""
+    devices = jax.devices() if devices is None else devices
+    sizes = [getattr(cfg, axis) for axis in AXES]
+    fixed = math.prod(size for size in sizes if size != -1)
+    sizes = [len(devices) // fixed if size == -1 else size for size in sizes]
+    if math.prod(sizes) != len(devices):
+        shape = ", ".join(f"{axis}={getattr(cfg, axis)}" for axis in AXES)
+        raise ValueError(f"{len(devices)} devices do not fill a mesh of {shape}; change mesh.*")
+    return Mesh(np.asarray(devices).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Every device holds the whole array."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows of a batch over the devices."""
+    return NamedSharding(mesh, PartitionSpec(RULES["batch"]))
+
+
+def param_shardings(params, mesh: Mesh):
+    """A tree like `params` (arrays or shapes) of shardings, after each param's `axes`.
+
+    Raises:
+      ValueError: an axis does not divide over the mesh, with the param's name.
+    """
+
+    def one(path, param, array):
+        # Layers are stacked along a leading axis without a name.
+        names = (None,) * (array.ndim - len(param.axes)) + tuple(param.axes)
+        spec = [RULES[name] if name else None for name in names]
+        for size, name, axis in zip(array.shape, names, spec):
+            if axis and size % mesh.shape[axis]:
+                raise ValueError(
+                    f"{jax.tree_util.keystr(path, simple=True, separator='.')}: its {name} axis of "
+                    f"{size} does not divide by mesh.{axis}={mesh.shape[axis]}; change either"
+                )
+        return NamedSharding(mesh, PartitionSpec(*spec))
+
+    inside = lambda path, param: jax.tree.map(lambda array: one(path, param, array), param)
+    is_param = lambda x: isinstance(x, nnx.Param)
+    return jax.tree_util.tree_map_with_path(inside, params, is_leaf=is_param)
+
+
+def optimizer_shardings(optimizer, opt_state, params, mesh: Mesh):
+    """Shardings for an optimizer state: what mirrors a param lies where the param lies.
+
+    Without them a jitted `optimizer.init` would put whole moments on every device.
+    """
+    mirror = lambda state, sharding: sharding if state.ndim == len(sharding.spec) else other
+    other = replicated(mesh)
+    return optax.tree_utils.tree_map_params(
+        optimizer,
+        mirror,
+        opt_state,
+        param_shardings(params, mesh),
+        transform_non_params=lambda _: other,
+    )
