@@ -138,20 +138,21 @@ def batches(tokens, plan: RowPlan, stage_index: int, step: int, host: int = 0, h
 
 
 def eval_batches(tokens, rows: int, positions: int, limit: int):
-    """Next-token rows of a held-out split in its own order: a list of int32 [rows, positions + 1].
+    """Next-token rows spread evenly over a held-out split: a list of int32 [rows, positions + 1].
 
-    Whole batches only, so that one compiled program serves; at most about `limit` tokens (0: all).
+    Whole batches only, so that one compiled program serves; about `limit` tokens (0: all).
 
     Raises:
       DataError: the split is shorter than one batch.
     """
-    step = rows * positions
-    available = (len(tokens) - 1) // step
+    batch = rows * positions
+    available = (len(tokens) - 1) // batch
     if not available:
         raise DataError(
-            f"the heldout split has {len(tokens)} tokens and one evaluation batch needs {step + 1}; "
-            "lower eval.rows or data.positions, or hold out more"
+            f"the heldout split has {len(tokens)} tokens and one evaluation batch needs "
+            f"{batch + 1}; lower eval.rows or data.positions, or hold out more"
         )
-    count = min(available, max(1, limit // step)) if limit else available
-    starts = np.arange(rows)[:, None] * positions + np.arange(positions + 1)
-    return [np.asarray(tokens[starts + i * step], np.int32) for i in range(count)]
+    count = min(available, max(1, limit // batch)) if limit else available
+    spacing = (len(tokens) - 1) // (count * rows)
+    starts = np.arange(count * rows).reshape(count, rows, 1) * spacing
+    return [np.asarray(tokens[part + np.arange(positions + 1)], np.int32) for part in starts]

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Baseline against Token Superposition Training on this machine, from nothing to a report:
+#
+#     bash launch/quickstart.sh                 # about five minutes on two cores
+#     SEEDS=3 bash launch/quickstart.sh         # three seeds of each: what a claim needs
+#
+# Everything goes to runs/quickstart (WORKDIR=... for another place). Run it again to resume.
+# Further arguments go to tst_jax.compare, for example --config.steps=1000.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+prepare_environment
+use_cpu_unless_accelerated
+keep_freed_memory
+cd "$root"
+workdir="${WORKDIR:-runs/quickstart}"
+"$PYTHON" -m tst_jax.prepare --source=stdlib --out="$workdir/store"
+"$PYTHON" -m tst_jax.compare --config=configs/quickstart.py --workdir="$workdir" \
+  --config.data.store="$workdir/store" --seeds="${SEEDS:-1}" "$@"

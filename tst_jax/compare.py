@@ -1,0 +1,226 @@
+"""Trains a baseline and TST at matched FLOPs, and reports which ends with the lower held-out loss.
+
+    python -m tst_jax.compare --config=configs/quickstart.py --workdir=runs/quickstart --seeds=3
+
+Both arms have the same settings, steps and positions a step, and so the same FLOPs; the baseline is
+--config.tst.ratio=0. Finished runs in the workdir are reused, interrupted ones resumed.
+--equal_data adds a baseline that reads as many data tokens as TST, --equal_loss a search for the
+number of baseline steps that reaches TST's loss (method rule 21). Writes summary.json, report.md,
+loss.png and report.html.
+"""
+
+import copy
+import dataclasses
+import math
+import pathlib
+import statistics
+
+from tst_jax import config as config_lib
+from tst_jax import metrics
+from tst_jax.config import Config
+from tst_jax.errors import UserError
+from tst_jax.train import train
+
+# How the equal-loss search lengthens the baseline, and where it gives up.
+GROWTH = 1.15
+LONGEST = 4.0
+
+
+@dataclasses.dataclass
+class Run:
+    """One finished run, read back from its metrics."""
+
+    name: str
+    config: Config
+    steps: list[dict]  # lines with a training loss
+    evals: list[dict]  # lines with a held-out loss
+
+    @property
+    def final_eval_loss(self) -> float:
+        return self.evals[-1]["eval_loss"]
+
+    @property
+    def switch(self) -> int:
+        """The step at which recovery begins; 0 for a baseline."""
+        superposed = [s.stop for s in config_lib.stages(self.config) if s.bag_size > 1]
+        return superposed[-1] if superposed else 0
+
+
+def baseline_of(config: Config, steps: int | None = None) -> Config:
+    """The same run without superposition, over `steps` steps (as many as TST's if None).
+
+    A longer baseline is a full schedule of its own (rule 21).
+    """
+    baseline = copy.deepcopy(config)
+    baseline.tst.ratio, baseline.tst.superposition_steps, baseline.tst.stages = 0.0, -1, ""
+    baseline.steps = steps or config.steps
+    return baseline
+
+
+def equal_data_steps(config: Config) -> int:
+    """Baseline steps that read as many tokens as the TST run: N (r s + 1 - r) for one stage."""
+    stages = config_lib.stages(config)
+    tokens = sum((s.stop - s.start) * s.step_tokens for s in stages)
+    return round(tokens / (config.data.rows * config.data.positions))
+
+
+def run_once(config: Config, workdir, name: str, seed: int) -> Run:
+    """Trains `config` with another seed in workdir/runs/NAME-seedSEED, or finds it done."""
+    config = copy.deepcopy(config)
+    config.seed = seed
+    full_name = f"{name}-seed{seed}"
+    folder = pathlib.Path(workdir) / "runs" / full_name
+    train(config, folder, title=full_name)
+    lines = metrics.read_metrics(folder)
+    return Run(
+        full_name,
+        config,
+        [line for line in lines if "loss" in line],
+        [line for line in lines if "eval_loss" in line],
+    )
+
+
+def equal_loss_steps(config: Config, workdir, seeds, target: float, known: dict) -> float | None:
+    """Baseline steps whose mean final held-out loss is `target`, interpolated in log(steps).
+
+    Args:
+      config: the TST run's.
+      workdir, seeds: as for the comparison.
+      target: TST's mean final held-out loss.
+      known: {steps: mean final loss} of baselines that are there already; grows.
+    Returns:
+      The number of steps, or None when it lies outside 1/LONGEST .. LONGEST times the TST run's.
+    """
+    factor = GROWTH if known[config.steps] > target else 1 / GROWTH
+    steps = config.steps
+    while True:
+        reached, missed = [], []
+        for length, loss in sorted(known.items()):
+            (reached if loss <= target else missed).append(length)
+        if reached and missed:
+            break
+        steps = round(steps * factor)
+        if not 1 / LONGEST <= steps / config.steps <= LONGEST:
+            return None
+        runs = [
+            run_once(baseline_of(config, steps), workdir, f"baseline-{steps}-steps", seed)
+            for seed in seeds
+        ]
+        known[steps] = statistics.mean(run.final_eval_loss for run in runs)
+    low, high = max(missed), min(reached)
+    share = (known[low] - target) / (known[low] - known[high])
+    return math.exp(math.log(low) + share * (math.log(high) - math.log(low)))
+
+
+def summarize_arm(runs: list[Run]) -> dict:
+    """What summary.json says of an arm; counts are of one run."""
+    last = runs[0].steps[-1]
+    seconds = [line["step_seconds"] for run in runs for line in run.steps[1:]]
+    return {
+        "steps": last["step"],
+        "positions": last["positions"],
+        "tokens": last["tokens"],
+        "flops": last["flops"],
+        "final_eval_loss": [run.final_eval_loss for run in runs],
+        "final_eval_bits_per_byte": [run.evals[-1]["eval_bits_per_byte"] for run in runs],
+        "step_seconds_median": statistics.median(seconds),
+    }
+
+
+def _step_time_ratio(baseline: list[Run], tst: list[Run]) -> float:
+    """Median superposition step over median baseline step."""
+    pick = lambda runs, bag: [
+        line["step_seconds"]
+        for run in runs
+        for line in run.steps[1:]
+        if (line["bag_size"] > 1) == bag
+    ]
+    return statistics.median(pick(tst, True)) / statistics.median(pick(baseline, False))
+
+
+def summarize(baseline: list[Run], tst: list[Run]) -> dict:
+    """summary.json, the searches left out. Differences are TST minus baseline, paired by seed."""
+    arms = {"baseline": summarize_arm(baseline), "tst": summarize_arm(tst)}
+    pairs = zip(arms["baseline"]["final_eval_loss"], arms["tst"]["final_eval_loss"])
+    differences = [b - a for a, b in pairs]
+    stderr = None
+    if len(differences) > 1:
+        stderr = statistics.stdev(differences) / math.sqrt(len(differences))
+    ratio = lambda name: arms["tst"][name] / arms["baseline"][name]
+    return {
+        **arms,
+        "seeds": [run.config.seed for run in tst],
+        "switch_step": tst[0].switch,
+        "flops_ratio": ratio("flops"),
+        "tokens_ratio": ratio("tokens"),
+        "step_time_ratio": _step_time_ratio(baseline, tst),
+        "eval_loss_difference": differences,
+        "eval_loss_difference_mean": statistics.mean(differences),
+        "eval_loss_difference_stderr": stderr,
+        "equal_loss_speedup": None,
+        "equal_data": None,
+    }
+
+
+def compare(config: Config, workdir, seeds: int, equal_loss=False, equal_data=False) -> dict:
+    """Runs what is missing, writes the report, returns the summary.
+
+    Raises:
+      UserError: nothing to compare, or what `train` refuses.
+    """
+    from tst_jax import report  # matplotlib takes a second to import; not before the runs
+
+    config_lib.validate(config)
+    if seeds < 1:
+        raise UserError(f"--seeds is {seeds}; give at least 1, better 3")
+    if config.stop_after >= 0:
+        raise UserError("stop_after is set; a comparison needs whole runs, leave it at -1")
+    if all(stage.bag_size == 1 for stage in config_lib.stages(config)):
+        raise UserError("no step is superposed; set tst.ratio above 0 and tst.bag_size above 1")
+    numbers = range(config.seed, config.seed + seeds)
+    arms = {"baseline": baseline_of(config), "tst": config}
+    runs = {name: [] for name in arms}
+    for seed in numbers:
+        for name, arm in arms.items():
+            runs[name].append(run_once(arm, workdir, name, seed))
+    summary = summarize(runs["baseline"], runs["tst"])
+    mean = lambda runs: statistics.mean(run.final_eval_loss for run in runs)
+    known = {config.steps: mean(runs["baseline"])}
+    if equal_data:
+        steps = equal_data_steps(config)
+        longer = baseline_of(config, steps)
+        more = [run_once(longer, workdir, f"baseline-{steps}-steps", seed) for seed in numbers]
+        known[steps] = mean(more)
+        summary["equal_data"] = summarize_arm(more)
+    if equal_loss:
+        steps = equal_loss_steps(config, workdir, numbers, mean(runs["tst"]), known)
+        summary["equal_loss_speedup"] = steps and steps / config.steps
+        summary["equal_loss_baselines"] = {str(k): known[k] for k in sorted(known)}
+    report.write(workdir, summary, runs["baseline"], runs["tst"], equal_loss)
+    return summary
+
+
+if __name__ == "__main__":
+    from absl import flags
+
+    from tst_jax import cli
+
+    CONFIG = cli.define_config()
+    WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the comparison.")
+    SEEDS = flags.DEFINE_integer("seeds", 3, "Runs of each arm; a claim needs three (rule 24).")
+    EQUAL_LOSS = flags.DEFINE_bool("equal_loss", False, "Search the baseline that reaches TST.")
+    EQUAL_DATA = flags.DEFINE_bool("equal_data", False, "Add a baseline with as many tokens.")
+
+    def main():
+        from tst_jax import report
+
+        config = cli.read_config(CONFIG)
+        if not WORKDIR.value:
+            raise UserError("--workdir is missing; give the folder of the comparison")
+        summary = compare(
+            config, WORKDIR.value, SEEDS.value, EQUAL_LOSS.value, EQUAL_DATA.value
+        )
+        print("\n" + report.text_table(summary))
+        print(f"\n{report.verdict(summary)}\nReport: {WORKDIR.value}/report.html")
+
+    cli.run(main, __doc__)

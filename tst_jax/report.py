@@ -1,0 +1,240 @@
+"""What a comparison shows a person: a table, a picture, report.md and one self-contained page."""
+
+import base64
+import dataclasses
+import html
+import json
+import os
+import pathlib
+import platform
+import statistics
+
+import jax
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from tst_jax import __version__
+from tst_jax import config as config_lib
+
+COLORS = {"baseline": "#5b6770", "tst": "#c2410c"}
+LABELS = {"baseline": "baseline", "tst": "TST"}
+
+
+def verdict(summary: dict) -> str:
+    """Who won, in the same words whoever it was."""
+    mean, stderr = summary["eval_loss_difference_mean"], summary["eval_loss_difference_stderr"]
+    count = len(summary["seeds"])
+    winner, loser = ("TST", "the baseline") if mean < 0 else ("The baseline", "TST")
+    text = (
+        f"{winner} ends {abs(mean):.4f} nats a token below {loser} in held-out next-token loss, "
+        f"at {summary['flops_ratio']:.3f} times the FLOPs (TST over baseline)"
+    )
+    if stderr is None:
+        return text + "; one seed, so this may be noise."
+    text += f"; mean of {count} seeds, standard error {stderr:.4f}"
+    if abs(mean) < 2 * stderr:
+        return text + ": less than two standard errors, so this may be noise."
+    return text + "."
+
+
+def _rows(summary: dict) -> list[list[str]]:
+    arms = [summary["baseline"], summary["tst"]]
+    if summary["equal_data"]:
+        arms.append(summary["equal_data"])
+
+    def spread(values, digits):
+        text = f"{statistics.mean(values):.{digits}f}"
+        if len(values) > 1:
+            text += f" ± {statistics.stdev(values):.{digits}f}"
+        return text
+
+    lines = {
+        "steps": lambda a: f"{a['steps']:,}",
+        "positions": lambda a: f"{a['positions']:,}",
+        "data tokens": lambda a: f"{a['tokens']:,}",
+        "FLOPs": lambda a: f"{a['flops']:.4g}",
+        "median step, ms": lambda a: f"{1e3 * a['step_seconds_median']:.1f}",
+        "held-out loss, nats a token": lambda a: spread(a["final_eval_loss"], 4),
+        "held-out bits a byte": lambda a: spread(a["final_eval_bits_per_byte"], 4),
+    }
+    header = ["", "baseline", "TST", "baseline, equal data"][: len(arms) + 1]
+    return [header] + [[name] + [line(arm) for arm in arms] for name, line in lines.items()]
+
+
+def text_table(summary: dict) -> str:
+    """The comparison as aligned text."""
+    rows = _rows(summary)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    line = lambda row: "  ".join(
+        cell.ljust(width) if i == 0 else cell.rjust(width)
+        for i, (cell, width) in enumerate(zip(row, widths))
+    )
+    return "\n".join(line(row) for row in rows)
+
+
+def _findings(summary: dict, asked_equal_loss: bool) -> list[str]:
+    losses = zip(
+        summary["seeds"],
+        summary["baseline"]["final_eval_loss"],
+        summary["tst"]["final_eval_loss"],
+        summary["eval_loss_difference"],
+    )
+    lines = [
+        f"Seed {seed}: baseline {a:.4f}, TST {b:.4f}, difference {d:+.4f}."
+        for seed, a, b, d in losses
+    ]
+    lines.append(
+        f"TST read {summary['tokens_ratio']:.2f} times the data tokens of the baseline; a "
+        f"superposition step took {summary['step_time_ratio']:.2f} times a baseline step."
+    )
+    if summary["equal_data"]:
+        mean = statistics.mean(summary["equal_data"]["final_eval_loss"])
+        lines.append(
+            f"A baseline that reads as many data tokens ({summary['equal_data']['steps']:,} steps) "
+            f"ends at {mean:.4f}."
+        )
+    if asked_equal_loss:
+        speedup = summary["equal_loss_speedup"]
+        tried = ", ".join(
+            f"{int(steps):,} steps {loss:.4f}"
+            for steps, loss in summary["equal_loss_baselines"].items()
+        )
+        found = (
+            f"Equal loss: the baseline needs {speedup:.2f} times TST's steps"
+            if speedup
+            else "Equal loss: no baseline length that was tried reaches TST's loss"
+        )
+        lines.append(f"{found} (baselines tried: {tried}).")
+    return lines
+
+
+def _curves(runs):
+    """(steps, mean loss, one list of losses a run) of the held-out evaluations."""
+    steps = [line["step"] for line in runs[0].evals]
+    losses = [[line["eval_loss"] for line in run.evals] for run in runs]
+    return steps, [statistics.mean(column) for column in zip(*losses)], losses
+
+
+def draw(path, baseline, tst) -> None:
+    """loss.png: held-out loss over steps, and the difference after the switch, enlarged."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for name, runs in (("baseline", baseline), ("tst", tst)):
+        steps, mean, each = _curves(runs)
+        for losses in each if len(each) > 1 else []:
+            left.plot(steps, losses, color=COLORS[name], alpha=0.25, linewidth=0.8)
+        left.plot(steps, mean, color=COLORS[name], label=LABELS[name], marker=".")
+    switch = tst[0].switch
+    lowest = min(min(_curves(runs)[1]) for runs in (baseline, tst))
+    highest = max(_curves(baseline)[1])
+    left.set_ylim(lowest - 0.05 * (highest - lowest), highest + 0.05 * (highest - lowest))
+    left.set_xlabel("step (equal FLOPs)")
+    left.set_ylabel("held-out next-token loss, nats a token")
+    left.legend(frameon=False)
+
+    # An evaluation at the switch exists in one arm only.
+    losses = lambda run: {line["step"]: line["eval_loss"] for line in run.evals}
+    pairs = [(losses(ours), losses(theirs)) for ours, theirs in zip(tst, baseline)]
+    x = [step for step in pairs[0][0] if step in pairs[0][1] and step > switch]
+    differences = [[ours[step] - theirs[step] for step in x] for ours, theirs in pairs]
+    for line in differences if len(differences) > 1 else []:
+        right.plot(x, line, color=COLORS["tst"], alpha=0.3, linewidth=0.8)
+    mean = [statistics.mean(column) for column in zip(*differences)]
+    right.plot(x, mean, color=COLORS["tst"], marker=".", label="TST minus baseline")
+    right.axhline(0, color=COLORS["baseline"], linewidth=1)
+    right.set_xlim(left.get_xlim())
+    right.set_xlabel("step (equal FLOPs)")
+    right.set_ylabel("difference, nats a token (below 0: TST is better)")
+    right.legend(frameon=False)
+    for axes in (left, right):
+        axes.axvline(switch, color="black", linewidth=0.8, linestyle=":")
+        axes.annotate(
+            "switch", (switch, 1), (3, -10), xycoords=("data", "axes fraction"),
+            textcoords="offset points", fontsize=8,
+        )
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _environment() -> list[str]:
+    devices = jax.devices()
+    return [
+        f"tst_jax {__version__}, jax {jax.__version__}, Python {platform.python_version()}",
+        f"{len(devices)} x {devices[0].device_kind}, {os.cpu_count()} CPU cores, "
+        f"{platform.system()} {platform.machine()}",
+    ]
+
+
+def write(workdir, summary: dict, baseline, tst, asked_equal_loss: bool) -> None:
+    """summary.json, loss.png, report.md and report.html in `workdir`."""
+    workdir = pathlib.Path(workdir)
+    (workdir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    draw(workdir / "loss.png", baseline, tst)
+    settings = config_lib.flatten(tst[0].config)
+    changed = config_lib.differences(
+        dataclasses.asdict(baseline[0].config), dataclasses.asdict(tst[0].config), harmless=True
+    )
+    findings = _findings(summary, asked_equal_loss)
+    (workdir / "report.md").write_text(_markdown(summary, findings, changed, settings))
+    picture = base64.b64encode((workdir / "loss.png").read_bytes()).decode()
+    (workdir / "report.html").write_text(_page(summary, findings, changed, settings, picture))
+
+
+def _markdown(summary, findings, changed, settings) -> str:
+    rows = _rows(summary)
+    table = ["| " + " | ".join(row) + " |" for row in rows]
+    table.insert(1, "|" + "---|" * len(rows[0]))
+    listing = lambda lines: "\n".join(f"- {line}" for line in lines)
+    return "\n\n".join(
+        [
+            "# Baseline and Token Superposition Training at equal FLOPs",
+            f"**{verdict(summary)}**",
+            "![held-out loss](loss.png)",
+            "\n".join(table),
+            listing(findings),
+            "## Where the two arms differ\n\n" + listing(changed),
+            "## Settings of the TST arm\n\n"
+            + listing(f"`{name} = {value!r}`" for name, value in settings.items()),
+            "## Environment\n\n" + listing(_environment()) + "\n",
+        ]
+    )
+
+
+def _page(summary, findings, changed, settings, picture) -> str:
+    """One file that needs nothing else; everything shown is escaped."""
+    esc = lambda value: html.escape(str(value))
+    listing = lambda lines: "<ul>" + "".join(f"<li>{esc(x)}</li>" for x in lines) + "</ul>"
+    rows = _rows(summary)
+    cells = lambda row, tag: "".join(f"<{tag}>{esc(cell)}</{tag}>" for cell in row)
+    table = f"<tr>{cells(rows[0], 'th')}</tr>" + "".join(
+        f"<tr>{cells(row, 'td')}</tr>" for row in rows[1:]
+    )
+    pairs = "".join(
+        f"<tr><td>{esc(name)}</td><td>{esc(value)}</td></tr>" for name, value in settings.items()
+    )
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Baseline and TST at equal FLOPs</title>
+<style>
+body {{ font: 16px/1.5 system-ui, sans-serif; color: #1f2933; max-width: 62rem;
+       margin: 2rem auto; padding: 0 1rem; }}
+img {{ max-width: 100%; }}
+table {{ border-collapse: collapse; margin: 1rem 0; }}
+th, td {{ padding: .3rem .9rem; border-bottom: 1px solid #d8dee4; text-align: right; }}
+th:first-child, td:first-child {{ text-align: left; }}
+.verdict {{ font-size: 1.2rem; font-weight: 600; }}
+</style></head><body>
+<h1>Baseline and Token Superposition Training at equal FLOPs</h1>
+<p class="verdict">{esc(verdict(summary))}</p>
+<img alt="held-out next-token loss of both arms, and their difference"
+     src="data:image/png;base64,{picture}">
+<table>{table}</table>
+{listing(findings)}
+<h2>Where the two arms differ</h2>{listing(changed)}
+<h2>Environment</h2>{listing(_environment())}
+<details><summary>Settings of the TST arm</summary><table>{pairs}</table></details>
+</body></html>
+"""
