@@ -13,6 +13,8 @@ use_cpu_unless_accelerated
 keep_freed_memory
 cd "$root"
 workdir="${WORKDIR:-runs/quickstart}"
+# Each arm compiles once, however many seeds it runs and however often it is resumed.
+export JAX_COMPILATION_CACHE_DIR="$PWD/.venv/compiled"
 "$PYTHON" -m tst_jax.prepare --source=stdlib --out="$workdir/store"
 "$PYTHON" -m tst_jax.compare --config=configs/quickstart.py --workdir="$workdir" \
   --config.data.store="$workdir/store" --seeds="${SEEDS:-1}" "$@"

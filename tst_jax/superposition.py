@@ -8,8 +8,9 @@ can be called from any trainer:
     loss_sum, weight_sum = bag_loss(hidden_BxLxD, head_VxD, targets_BxLxS)
     loss = loss_sum / weight_sum
 
-With `bag_size = 1` each of the three is the ordinary next-token counterpart, to the bit. The letters
-of the shapes are listed in `tst_jax/__init__.py`.
+With `bag_size = 1` each of the three is its ordinary next-token counterpart, to the bit (`loss_sum`
+and its gradients are; dividing them by `weight_sum` rounds once more). The letters of the shapes are
+listed in `tst_jax/__init__.py`.
 """
 
 import functools
@@ -28,12 +29,21 @@ WEIGHTS = ("uniform", "power", "exponential", "first", "fitted")
 
 def row_tokens(positions: int, bag_size: int, mode: str = "full") -> int:
     """Tokens that a row of `positions` positions reads, its last target included (rule 1)."""
+    _check_row(positions, bag_size, mode)
     return positions + bag_size if mode == "output" else (positions + 1) * bag_size
 
 
 def row_stride(positions: int, bag_size: int, mode: str = "full") -> int:
     """Tokens from the start of a row to the start of the next: what a row uses up (rule 1)."""
+    _check_row(positions, bag_size, mode)
     return positions if mode == "output" else positions * bag_size
+
+
+def _check_row(positions, bag_size, mode):
+    if mode not in MODES:
+        raise ValueError(f"mode is {mode!r}; choose one of {', '.join(MODES)}")
+    if positions < 1 or bag_size < 1:
+        raise ValueError(f"{positions} positions of bags of {bag_size}; each must be at least 1")
 
 
 def split_rows(tokens_BxT, bag_size: int, mode: str = "full"):
@@ -52,13 +62,15 @@ def split_rows(tokens_BxT, bag_size: int, mode: str = "full"):
     Raises:
       ValueError: the row is no whole number of bags, or too short for one position.
     """
-    if mode not in MODES:
-        raise ValueError(f"mode is {mode!r}; choose one of {', '.join(MODES)}")
+    _check_row(1, bag_size, mode)
     rows, tokens = tokens_BxT.shape
     if mode == "output":
         positions = tokens - bag_size
         if positions < 1:
-            raise ValueError(f"a row of {tokens} tokens has no position with {bag_size} targets")
+            raise ValueError(
+                f"a row of {tokens} tokens has no position with {bag_size} targets; "
+                f"give positions + {bag_size} tokens"
+            )
         window = np.arange(positions)[:, None] + np.arange(1, bag_size + 1)
         return tokens_BxT[:, :positions, None], tokens_BxT[:, window]
     if tokens % bag_size or tokens < 2 * bag_size:
@@ -88,20 +100,27 @@ def embed_bags(table_VxD, tokens_BxLxS, mask_BxLxS=None, dtype=None):
     Returns:
       [B, L, D].
     """
-    if mask_BxLxS is None:
-        mask_BxLxS = jnp.ones(tokens_BxLxS.shape, bool)
-    valid_BxLxS = mask_BxLxS.astype(jnp.float32)
-    count = jnp.maximum(valid_BxLxS.sum(-1, keepdims=True), 1)
-    total = _bag_sum(table_VxD, jnp.where(mask_BxLxS, tokens_BxLxS, 0), valid_BxLxS)
-    return (total / count).astype(dtype or table_VxD.dtype)
+    mask_BxLxS = _checked_mask(mask_BxLxS, tokens_BxLxS)
+    mean = _bag_sum(table_VxD, jnp.where(mask_BxLxS, tokens_BxLxS, 0), mask_BxLxS)
+    if tokens_BxLxS.shape[-1] > 1:
+        mean = mean / jnp.maximum(mask_BxLxS.sum(-1, keepdims=True), 1)
+    return mean.astype(dtype or table_VxD.dtype)
+
+
+def _checked_mask(mask, tokens):
+    if mask is None:
+        return jnp.ones(tokens.shape, bool)
+    if mask.shape != tokens.shape:
+        raise ValueError(f"mask {mask.shape} for tokens {tokens.shape}; give one value a token")
+    return mask.astype(bool)
 
 
 @jax.custom_vjp
-def _bag_sum(table_VxD, tokens, slots):
-    """sum_i slots_i * table[tokens_i] in float32, a slot at a time: no [B, L, S, D] array."""
+def _bag_sum(table_VxD, tokens, mask):
+    """Sum of a bag's valid rows in float32, a slot at a time: no [B, L, S, D] array."""
 
     def slot(i):
-        return table_VxD[tokens[..., i]].astype(jnp.float32) * slots[..., i, None]
+        return jnp.where(mask[..., i, None], table_VxD[tokens[..., i]].astype(jnp.float32), 0)
 
     total = slot(0)
     for i in range(1, tokens.shape[-1]):
@@ -109,16 +128,16 @@ def _bag_sum(table_VxD, tokens, slots):
     return total
 
 
-def _bag_sum_forward(table_VxD, tokens, slots):
+def _bag_sum_forward(table_VxD, tokens, mask):
     # An array of no elements carries the table's shape and dtype to the backward pass.
-    return _bag_sum(table_VxD, tokens, slots), (table_VxD[:, :0], tokens, slots)
+    return _bag_sum(table_VxD, tokens, mask), (table_VxD[:, :0], tokens, mask)
 
 
 def _bag_sum_backward(residuals, d_total):
-    like, tokens, slots = residuals
+    like, tokens, mask = residuals
     d_table = jnp.zeros((like.shape[0], d_total.shape[-1]), jnp.float32)
     for i in range(tokens.shape[-1]):  # one accumulator for all slots, so memory is free of s
-        d_table = d_table.at[tokens[..., i]].add(d_total * slots[..., i, None])
+        d_table = d_table.at[tokens[..., i]].add(jnp.where(mask[..., i, None], d_total, 0))
     return d_table.astype(like.dtype), None, None
 
 
@@ -165,7 +184,8 @@ def bag_loss(
     Sum both over hosts and micro-batches before the one division. Logits are computed in float32
     for `chunk` positions at a time and never exist for the whole batch (rule 9).
 
-    Objectives, per position with logits z, bag y_1 .. y_s, slot weights w_i and validity m_i:
+    Objectives, per position with logits z, bag y_1 .. y_s, slot weights w_i and validity m_i (0 too
+    where w_i is 0, so that with weights `first` each of them is its own loss of s = 1):
       mce    sum_i w_i m_i (logsumexp(z) - z[y_i]); a token that occurs twice counts twice.
       mass   -log of the bag's total probability (MCEAlt, Appendix C.2). Here and in bce a token
              counts once, at its first valid slot, with weight w_i / max(w).
@@ -182,28 +202,28 @@ def bag_loss(
       mask_BxLxS: bool, False for a target that does not count; None means that all count.
       weights_S: float [S], e.g. from `slot_weights`; None is uniform.
       objective: one of OBJECTIVES.
-      chunk: positions at a time.
+      chunk: positions at a time, over all rows; at least one of each row.
     Returns:
       (loss_sum, weight_sum), float32 scalars; loss_sum in nats.
     """
     if objective not in OBJECTIVES:
         raise ValueError(f"objective is {objective!r}; choose one of {', '.join(OBJECTIVES)}")
     bag_size = targets_BxLxS.shape[-1]
-    if hidden_BxLxD.shape[:-1] != targets_BxLxS.shape[:-1]:
+    if hidden_BxLxD.ndim not in (2, 3) or hidden_BxLxD.shape[:-1] != targets_BxLxS.shape[:-1]:
         raise ValueError(
-            f"hidden {hidden_BxLxD.shape} and targets {targets_BxLxS.shape} differ in positions"
+            f"hidden {hidden_BxLxD.shape} and targets {targets_BxLxS.shape}; "
+            "give [B, L, D] and [B, L, S], or [N, D] and [N, S]"
         )
     weights = np.full(bag_size, 1 / bag_size) if weights_S is None else weights_S
     weights = jnp.asarray(weights, jnp.float32)
     if weights.shape != (bag_size,):
         raise ValueError(f"{weights.shape} slot weights for bags of {bag_size}; give one a slot")
-    if mask_BxLxS is None:
-        mask_BxLxS = jnp.ones(targets_BxLxS.shape, bool)
+    mask_BxLxS = _checked_mask(mask_BxLxS, targets_BxLxS)
     targets_BxLxS = jnp.where(mask_BxLxS, targets_BxLxS, 0)
     if objective in ("mass", "bce"):
         mask_BxLxS = mask_BxLxS & ~_repeats(targets_BxLxS, mask_BxLxS)
         weights = weights / weights.max()
-    slots_BxLxS = weights * mask_BxLxS  # w_i m_i
+    slots_BxLxS = jnp.where(mask_BxLxS, weights, 0)  # w_i m_i
 
     # Chunks run along the positions of a row and hold every row, so that a batch sharded by rows
     # stays where it is. The last chunk is filled up with positions that count nothing.

@@ -1,0 +1,55 @@
+"""What several tests share: a small prepared store, and a run small enough to train in seconds."""
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models
+
+from tst_jax.config import CheckpointConfig, Config, DataConfig, EvalConfig
+from tst_jax.data.store import write_store
+from tst_jax.models.transformer import ModelConfig
+from tst_jax.optimizer import OptimizerConfig
+from tst_jax.schedule import ScheduleConfig, TSTConfig
+
+VOCAB = 61
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory):
+    """A store of 61 entries whose text is learnable: noisy counting, in documents of any length."""
+    rng = np.random.default_rng(0)
+
+    def documents(count):
+        for _ in range(count):
+            length = int(rng.integers(20, 400))
+            ids = 1 + (np.arange(length) + rng.integers(60) + (rng.random(length) < 0.1)) % 60
+            yield ids, length
+
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w1"))
+    path = tmp_path_factory.mktemp("data") / "store"
+    write_store(
+        path,
+        tokenizer=tokenizer,
+        train=documents(120),
+        heldout=documents(12),
+        separator_id=0,
+        provenance={"made": "by a test"},
+    )
+    return path
+
+
+@pytest.fixture
+def config(store):
+    """20 steps, the switch after step 8; a mutable copy for each test."""
+    return Config(
+        steps=20,
+        log_every=1,
+        model=ModelConfig(
+            vocab_size=VOCAB, width=16, layers=2, heads=2, kv_heads=1, head_dim=8, ff=24
+        ),
+        tst=TSTConfig(bag_size=3, ratio=0.4),
+        data=DataConfig(store=str(store), rows=4, positions=8),
+        optimizer=OptimizerConfig(weight_decay=0.1),
+        schedule=ScheduleConfig(peak_lr=1e-2, warmup_fraction=0.1, decay_fraction=0.2),
+        eval=EvalConfig(every=5, tokens=256, rows=4),
+        checkpoint=CheckpointConfig(every=0, keep=3),
+    )
