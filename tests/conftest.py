@@ -37,19 +37,29 @@ def store(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="session")
+def make_config():
+    """A function of the store's path: 20 steps, the switch after step 8."""
+
+    def make(store) -> Config:
+        return Config(
+            steps=20,
+            log_every=1,
+            model=ModelConfig(
+                vocab_size=VOCAB, width=16, layers=2, heads=2, kv_heads=1, head_dim=8, ff=24
+            ),
+            tst=TSTConfig(bag_size=3, ratio=0.4),
+            data=DataConfig(store=str(store), rows=4, positions=8),
+            optimizer=OptimizerConfig(weight_decay=0.1),
+            schedule=ScheduleConfig(peak_lr=1e-2, warmup_fraction=0.1, decay_fraction=0.2),
+            eval=EvalConfig(every=5, tokens=256, rows=4),
+            checkpoint=CheckpointConfig(every=0, keep=3),
+        )
+
+    return make
+
+
 @pytest.fixture
-def config(store):
-    """20 steps, the switch after step 8; a mutable copy for each test."""
-    return Config(
-        steps=20,
-        log_every=1,
-        model=ModelConfig(
-            vocab_size=VOCAB, width=16, layers=2, heads=2, kv_heads=1, head_dim=8, ff=24
-        ),
-        tst=TSTConfig(bag_size=3, ratio=0.4),
-        data=DataConfig(store=str(store), rows=4, positions=8),
-        optimizer=OptimizerConfig(weight_decay=0.1),
-        schedule=ScheduleConfig(peak_lr=1e-2, warmup_fraction=0.1, decay_fraction=0.2),
-        eval=EvalConfig(every=5, tokens=256, rows=4),
-        checkpoint=CheckpointConfig(every=0, keep=3),
-    )
+def config(make_config, store):
+    """A config of the shared store, to be changed at will."""
+    return make_config(store)
