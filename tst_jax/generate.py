@@ -52,6 +52,19 @@ def warning(record: dict) -> str | None:
     )
 
 
+@functools.partial(jax.jit, static_argnames=("temperature", "top_k"), donate_argnames="cache")
+def _next_token(model, tokens_1xL, cache, at, key, temperature, top_k):
+    """The token after `tokens_1xL`, which stand at positions `at ..`, and the grown cache."""
+    hidden, cache = model.body(model.embed(tokens_1xL[..., None]), cache, at)
+    logits_V = model.logits(hidden[:, -1:])[0, 0]
+    if top_k:
+        kept = jax.lax.top_k(logits_V, top_k)[0][-1]
+        logits_V = jnp.where(logits_V < kept, -jnp.inf, logits_V)
+    if temperature == 0:
+        return jnp.argmax(logits_V), cache
+    return jax.random.categorical(key, logits_V / temperature), cache
+
+
 def sample(
     model: Transformer,
     prompt_ids: list[int],
@@ -72,24 +85,12 @@ def sample(
       seed: of the draws.
       stop_id: ends the text, and is not returned; -1: never.
     """
-    length = len(prompt_ids) + max_tokens
-
-    @functools.partial(jax.jit, donate_argnums=2)
-    def step(model, tokens_1xL, cache, at, key):
-        hidden, cache = model.body(model.embed(tokens_1xL[..., None]), cache, at)
-        logits_V = model.logits(hidden[:, -1:])[0, 0]
-        if top_k:
-            kept = jax.lax.top_k(logits_V, top_k)[0][-1]
-            logits_V = jnp.where(logits_V < kept, -jnp.inf, logits_V)
-        if temperature == 0:
-            return jnp.argmax(logits_V), cache
-        return jax.random.categorical(key, logits_V / temperature), cache
-
-    cache = model.empty_cache(1, length)
+    cache = model.empty_cache(1, len(prompt_ids) + max_tokens)
     fed, at, new = np.asarray([prompt_ids], np.int32), 0, []
     key = jax.random.key(seed)
     while len(new) < max_tokens:
-        token, cache = step(model, fed, cache, at, jax.random.fold_in(key, len(new)))
+        draw = jax.random.fold_in(key, len(new))
+        token, cache = _next_token(model, fed, cache, at, draw, temperature, top_k)
         if int(token) == stop_id:
             break
         new.append(int(token))
