@@ -67,8 +67,9 @@ class Progress:
     """
 
     def __init__(self, title: str, start: int, stop: int, seconds: float = 10.0):
-        self._title, self._start, self._stop, self._seconds = title, start, stop, seconds
-        self._began = self._last = time.monotonic()
+        self._title, self._stop, self._seconds = title, stop, seconds
+        self._first = None  # (time, step) of the first update: compiling is no step
+        self._last = time.monotonic()
         self._bar = None
         if sys.stderr.isatty():
             self._bar = tqdm.tqdm(
@@ -83,12 +84,15 @@ class Progress:
             self._bar.set_postfix_str(f"{phase}, {text}", refresh=False)
             return
         now = time.monotonic()
+        self._first = self._first or (now, step)
         if now - self._last < self._seconds and step != self._stop:
             return
         self._last = now
-        left = (now - self._began) / max(step - self._start, 1) * (self._stop - step)
-        clock = f"{int(left // 60)}:{int(left % 60):02d} left"
-        print(f"{self._title}: step {step}/{self._stop}, {phase}, {text}, {clock}", flush=True)
+        line = f"{self._title}: step {step}/{self._stop}, {phase}, {text}"
+        if step > self._first[1]:
+            left = (now - self._first[0]) / (step - self._first[1]) * (self._stop - step)
+            line += f", {int(left // 60)}:{int(left % 60):02d} left"
+        print(line, flush=True)
 
     def say(self, text: str) -> None:
         """One line that stays."""

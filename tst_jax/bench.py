@@ -1,0 +1,119 @@
+"""Times what the claims of speed rest on, as ratios within one run.
+
+    python -m tst_jax.bench step --config=configs/quickstart.py --json=step.json
+
+`step` runs the baseline step and superposition steps of several bag sizes in turn, round after
+round, so that a busy machine disturbs all of them alike. All hold the same number of positions.
+Needs no data: token ids are drawn at random.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import pathlib
+import statistics
+import sys
+import time
+
+import jax
+import numpy as np
+
+from tst_jax import config as config_lib
+from tst_jax.errors import UserError
+from tst_jax.train_step import init_state, key_data, make_train_step
+
+
+def load_config(path) -> config_lib.Config:
+    """get_config() of a config file. Runs the file, which is Python."""
+    path = pathlib.Path(path)
+    if not path.is_file():
+        raise UserError(f"--config: {path} is no file; give one with get_config() -> Config")
+    spec = importlib.util.spec_from_file_location("config_file", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.get_config()
+
+
+def bench_step(config: config_lib.Config, bag_sizes, rounds: int) -> list[dict]:
+    """Time and memory of a training step at each bag size, beside the baseline's (bag size 1).
+
+    Returns:
+      One dict a bag size: bag_size, step_seconds_median, ratio_to_baseline (median over rounds of
+      the ratio within the round), positions_per_second, tokens_per_second, temp_bytes,
+      compile_seconds.
+    """
+    rng = np.random.default_rng(0)
+    shapes = jax.eval_shape(lambda key: init_state(config, key), key_data(0))
+    state = jax.jit(lambda key: init_state(config, key))(key_data(0))
+    cases = {}
+    for bag_size in sorted({1, *bag_sizes}):
+        tst = dataclasses.replace(config.tst, bag_size=bag_size, ratio=1.0, stages="")
+        one = dataclasses.replace(config, tst=tst)
+        (stage,) = config_lib.stages(one)
+        ids = rng.integers(0, config.model.vocab_size, (stage.rows, stage.row_tokens))
+        tokens = jax.device_put(ids.astype(np.int32))
+        began = time.perf_counter()
+        step = jax.jit(make_train_step(one, stage), donate_argnums=0)
+        program = step.lower(shapes, tokens).compile()
+        cases[bag_size] = (stage, tokens, program, time.perf_counter() - began)
+    seconds = {bag_size: [] for bag_size in cases}
+    for number in range(rounds + 2):  # two rounds to warm up
+        for bag_size, (_, tokens, program, _) in cases.items():
+            began = time.perf_counter()
+            state, _ = jax.block_until_ready(program(state, tokens))
+            if number >= 2:
+                seconds[bag_size].append(time.perf_counter() - began)
+    results = []
+    for bag_size, (stage, _, program, compile_seconds) in cases.items():
+        median = statistics.median(seconds[bag_size])
+        ratios = [mine / base for mine, base in zip(seconds[bag_size], seconds[1])]
+        results.append(
+            {
+                "bag_size": bag_size,
+                "step_seconds_median": median,
+                "ratio_to_baseline": statistics.median(ratios),
+                "positions_per_second": stage.step_positions / median,
+                "tokens_per_second": stage.step_tokens / median,
+                "temp_bytes": program.memory_analysis().temp_size_in_bytes,
+                "compile_seconds": compile_seconds,
+            }
+        )
+    return results
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tst_jax.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("what", choices=["step"])
+    parser.add_argument("--config", required=True, help="Python file with get_config()")
+    parser.add_argument("--bag_sizes", default="1,2,4,8,16", help="besides 1, the baseline")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--json", help="file for the results")
+    options = parser.parse_args(argv)
+    try:
+        config = load_config(options.config)
+        config_lib.validate(config)
+        bag_sizes = [int(part) for part in options.bag_sizes.split(",")]
+        if min(bag_sizes) < 1 or options.rounds < 1:
+            raise UserError("--bag_sizes and --rounds start at 1")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    results = bench_step(config, bag_sizes, options.rounds)
+    for line in results:
+        print(
+            f"s={line['bag_size']:<3} {1e3 * line['step_seconds_median']:8.2f} ms a step, "
+            f"{line['ratio_to_baseline']:.3f} of the baseline's, "
+            f"{line['tokens_per_second']:,.0f} tokens/s, {line['temp_bytes'] / 2**20:.1f} MiB"
+        )
+    if options.json:
+        pathlib.Path(options.json).write_text(json.dumps(results, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
