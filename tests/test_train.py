@@ -16,7 +16,7 @@ from tst_jax import train as train_lib
 from tst_jax.checkpoint import CheckpointError, Checkpoints, named_leaves
 from tst_jax.config import ConfigError
 from tst_jax.data.pipeline import RowPlan, batches, eval_batches
-from tst_jax.data.store import StoreError, open_store
+from tst_jax.data.store import StoreError, open_store, write_store
 from tst_jax.train import TrainingError, train
 from tst_jax.train_step import at_switch, init_state, key_data, make_train_step, state_shardings
 
@@ -240,7 +240,7 @@ def test_ratio_zero_and_one(make_config, store, tmp_path, ratio, phases):
         {"mode": "input", "weights": "power"},
         {"mode": "output", "objective": "mass"},
         {"expand": "batch", "bag_size": 2},
-        {"stages": "4:0.2,2:0.3", "objective": "bce"},
+        {"stages": "4:0.2,2:0.3", "objective": "hinge"},
     ],
     ids=lambda settings: ",".join(map(str, settings.values())),
 )
@@ -333,8 +333,8 @@ def test_refusals_write_nothing(whole, make_config, store, tmp_path):
     assert json.loads((workdir / "config.json").read_text())["seed"] == 0
 
 
-def test_other_data_or_shape_is_refused_on_resume(whole, tmp_path):
-    """A checkpoint resumes on the store it was trained on, and only into arrays of its shapes."""
+def test_other_shape_is_refused_on_resume(whole, tmp_path):
+    """A checkpoint is restored into arrays of its own shapes only, and says which differ."""
     config, workdir, _, _ = whole
     shutil.copytree(workdir, tmp_path / "run")
     saved = json.loads((workdir / "config.json").read_text())
@@ -346,12 +346,28 @@ def test_other_data_or_shape_is_refused_on_resume(whole, tmp_path):
     with pytest.raises(CheckpointError, match=r"params.layers.gate: float32\[2, 16, 24\]"):
         train(wider, tmp_path / "run")
 
-    other = tmp_path / "other-store"
-    shutil.copytree(config.data.store, other)
-    manifest = json.loads((other / "manifest.json").read_text())
-    with Checkpoints(workdir / "checkpoints", read_only=True) as checkpoints:
-        assert checkpoints.record(20)["store"] == open_store(other).fingerprint
-    assert manifest["vocab_size"] == 61
+
+def test_other_store_is_refused_on_resume(whole, tmp_path):
+    """The same settings on other tokens are another run."""
+    config, workdir, _, _ = whole
+    shutil.copytree(workdir, tmp_path / "run")
+    store = open_store(config.data.store)
+    documents = lambda split: [(store.tokens(split)[:-1][:5000] % 60 + 1, 5000)]
+    write_store(
+        tmp_path / "other",
+        tokenizer=store.tokenizer(),
+        train=documents("train"),
+        heldout=documents("heldout"),
+        separator_id=0,
+        provenance={},
+    )
+    moved = copy.deepcopy(config)
+    moved.data.store = str(tmp_path / "other")
+    with pytest.raises(ConfigError, match="another store"):
+        train(moved, tmp_path / "run")
+    shutil.copytree(config.data.store, tmp_path / "copy")  # a copy of the store is the same store
+    moved.data.store = str(tmp_path / "copy")
+    train(moved, tmp_path / "run")
 
 
 def test_harmless_settings_may_change_on_resume(whole, tmp_path):

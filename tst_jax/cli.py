@@ -43,7 +43,9 @@ def run(main, doc: str) -> None:
       main: called without arguments.
       doc: the module's docstring, shown by --help.
     """
-    sys.modules["__main__"].__doc__ = doc
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(_help(doc))
+        return
     try:
         left = _parse(sys.argv)
         if left:
@@ -57,6 +59,20 @@ def run(main, doc: str) -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit("interrupted; the same command resumes from the last checkpoint")
+
+
+def _help(doc: str) -> str:
+    lines = [doc.strip(), ""]
+    if "config" in flags.FLAGS:
+        lines += [
+            "  --config=FILE.py  Python file with get_config(); it is run.",
+            "  --config.NAME=VALUE  Overrides a setting; tst_jax/config.py lists them.",
+        ]
+    for flag in flags.FLAGS.get_flags_for_module(sys.argv[0]):
+        if flag.name != "config":
+            default = "" if flag.default is None else f" Default: {flag.default}."
+            lines.append(f"  --{flag.name}  {flag.help}{default}")
+    return "\n".join(lines)
 
 
 def _parse(argv):

@@ -1,8 +1,7 @@
 """Trains one run: superposition, then recovery; or the baseline with --config.tst.ratio=0.
 
     python -m tst_jax.train --config=configs/quickstart.py --workdir=runs/tst
-    python -m tst_jax.train --config=configs/quickstart.py --workdir=runs/baseline \
-        --config.tst.ratio=0
+    python -m tst_jax.train --config=configs/quickstart.py --workdir=runs/b --config.tst.ratio=0
 
 The same command resumes an interrupted run, to the same bits. --config.NAME=VALUE overrides a
 setting; tst_jax/config.py lists them.
@@ -70,8 +69,7 @@ def train(config: Config, workdir, title: str = "train") -> None:
         )
     stages = config_lib.stages(config)
     tokens = store.tokens("train")
-    shuffle = config.data.shuffle
-    plan = pipeline.RowPlan(stages, len(tokens), config.seed, shuffle)
+    plan = pipeline.RowPlan(stages, len(tokens), config.seed, config.data.shuffle)
     held_out = pipeline.eval_batches(
         store.tokens("heldout"), config.eval.rows, config.data.positions, config.eval.tokens
     )
@@ -89,13 +87,13 @@ def train(config: Config, workdir, title: str = "train") -> None:
         last = config.steps if config.stop_after < 0 else config.stop_after
         counters = {"positions": 0, "tokens": 0, "flops": 0, "flops_full_attention": 0}
         if saved:
-            record = checkpoints.record(step)
-            if record["store"] != store.fingerprint:
+            found = checkpoints.record(step)
+            if found["store"] != store.fingerprint:
                 raise ConfigError(
                     f"{workdir} was trained on another store than {config.data.store}; give "
                     "data.store the one it was started with"
                 )
-            counters = record["counters"]
+            counters = found["counters"]
         progress = metrics.Progress(title, step, last)
         if saved and step >= last:
             progress.say(f"{workdir} is at step {step} already")
