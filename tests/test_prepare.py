@@ -1,7 +1,6 @@
 """Corpora and the preparation command: what goes in, how it is split, and when it is refused."""
 
 import itertools
-import json
 import os
 import pathlib
 import subprocess
@@ -16,8 +15,26 @@ from tst_jax.data import corpora
 from tst_jax.data.store import StoreError, open_store
 
 STDLIB = pathlib.Path(sysconfig.get_paths()["stdlib"])
-MODULES = ["abc", "bisect", "calendar", "copy", "csv", "fnmatch", "glob", "heapq", "keyword",
-           "operator", "os", "queue", "sched", "shlex", "shutil", "textwrap", "this", "token"]
+MODULES = [
+    "abc",
+    "bisect",
+    "calendar",
+    "copy",
+    "csv",
+    "fnmatch",
+    "glob",
+    "heapq",
+    "keyword",
+    "operator",
+    "os",
+    "queue",
+    "sched",
+    "shlex",
+    "shutil",
+    "textwrap",
+    "this",
+    "token",
+]
 SPELLS_SEPARATOR = "before <|endoftext|> after \u00e9\u4e16\U0001f600\r\n\x00" * 9
 SEED = 1
 
@@ -101,7 +118,12 @@ def test_stdlib_rules_on_a_made_up_library(tmp_path):
         (tmp_path / name).write_bytes(data)
     documents = list(corpora.stdlib_documents(tmp_path))
     assert [name for name, _ in documents] == [
-        "b.py", "giant.py", "one_line.py", "table.py", "a/z.py", "a/test/t.py",
+        "b.py",
+        "giant.py",
+        "one_line.py",
+        "table.py",
+        "a/z.py",
+        "a/test/t.py",
         "encodings/small.py",
     ]
     giant, one_line = dict(documents)["giant.py"], dict(documents)["one_line.py"]
@@ -117,8 +139,9 @@ def test_text_names_do_not_depend_on_where_the_corpus_lies(tmp_path):
         (tmp_path / root / "sub").mkdir(parents=True)
         (tmp_path / root / "b.txt").write_text("b")
         (tmp_path / root / "sub" / "a.txt").write_text("a")
-    here, there = (list(corpora.text_documents(f"{tmp_path}/{root}/**/*.txt"))
-                   for root in ("here", "there"))
+    here, there = (
+        list(corpora.text_documents(f"{tmp_path}/{root}/**/*.txt")) for root in ("here", "there")
+    )
     assert here == there == [("b.txt", "b"), ("sub/a.txt", "a")]
     assert list(corpora.text_documents(f"{tmp_path}/here/b.txt")) == [("b.txt", "b")]
 
@@ -161,14 +184,17 @@ def test_split_orders_are_shuffled_by_the_seed():
         assert members != sorted(members, key=numbered(100).index)
 
 
-@pytest.mark.parametrize("fraction, seed, words", [
-    (1e-9, 0, "split heldout is empty: 20 different documents"),
-    (1 - 1e-9, 0, "split train is empty"),
-    (0.0, 0, "heldout_fraction is 0.0"),
-    (1.0, 0, "heldout_fraction is 1.0"),
-    (float("nan"), 0, "heldout_fraction is nan"),
-    (0.5, -1, "seed is -1"),
-])
+@pytest.mark.parametrize(
+    "fraction, seed, words",
+    [
+        (1e-9, 0, "split heldout is empty: 20 different documents"),
+        (1 - 1e-9, 0, "split train is empty"),
+        (0.0, 0, "heldout_fraction is 0.0"),
+        (1.0, 0, "heldout_fraction is 1.0"),
+        (float("nan"), 0, "heldout_fraction is nan"),
+        (0.5, -1, "seed is -1"),
+    ],
+)
 def test_split_refuses(fraction, seed, words):
     with pytest.raises(corpora.CorpusError, match=words):
         corpora.split_documents(numbered(20), fraction, seed)
@@ -227,8 +253,9 @@ def test_batches_do_not_change_the_ids(corpus, store, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "_BATCH_CHARACTERS", 3000)
     again = prepare_corpus(corpus, tmp_path / "again")
     assert again.fingerprint == store.fingerprint  # also: the same request gives the same bytes
-    assert again.manifest["provenance"]["corpus_sha256"] == (
-        store.manifest["provenance"]["corpus_sha256"]
+    assert (
+        again.manifest["provenance"]["corpus_sha256"]
+        == (store.manifest["provenance"]["corpus_sha256"])
     )
 
 
@@ -265,11 +292,14 @@ def test_a_rerun_finds_damage(corpus, tmp_path):
         prepare_corpus(corpus, store.path)
 
 
-@pytest.mark.parametrize("change, words", [
-    ({"seed": SEED + 2}, "seed 1 there and 3 here"),
-    ({"vocab_size": 401}, "vocab_size 400 there and 401 here"),
-    ({"heldout_fraction": 0.5}, "heldout_fraction 0.2 there and 0.5 here"),
-])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"seed": SEED + 2}, "seed 1 there and 3 here"),
+        ({"vocab_size": 401}, "vocab_size 400 there and 401 here"),
+        ({"heldout_fraction": 0.5}, "heldout_fraction 0.2 there and 0.5 here"),
+    ],
+)
 def test_another_request_is_refused(corpus, store, change, words):
     before = contents(store.path)
     with pytest.raises(StoreError, match=f"another request .{words}"):
@@ -301,8 +331,9 @@ def test_an_existing_tokenizer_is_used_as_it_is(corpus, store, tmp_path):
     tokenizer.enable_truncation(5)  # must not cut documents
     tokenizer.enable_padding(length=50_000)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    again = prepare_corpus(corpus, tmp_path / "again", vocab_size=None,
-                           tokenizer=tmp_path / "tokenizer.json")
+    again = prepare_corpus(
+        corpus, tmp_path / "again", vocab_size=None, tokenizer=tmp_path / "tokenizer.json"
+    )
     assert again.vocab_size == 400
     assert again.manifest["provenance"]["request"]["vocab_size"] == 400
     for split in ("train", "heldout"):
@@ -327,8 +358,12 @@ def test_the_other_spelling_of_the_separator_is_known(corpus, store, tmp_path, c
 def test_stdlib_source_prepares_and_reports(tmp_path, monkeypatch, capsys):
     few = list(itertools.islice(corpora.stdlib_documents(), 40))
     monkeypatch.setattr(corpora, "stdlib_documents", lambda: iter(few))
-    arguments = ("--source=stdlib", f"--out={tmp_path / 'store'}", "--vocab_size=300",
-                 "--heldout_fraction=0.2")
+    arguments = (
+        "--source=stdlib",
+        f"--out={tmp_path / 'store'}",
+        "--vocab_size=300",
+        "--heldout_fraction=0.2",
+    )
     status, out, err = run(capsys, *arguments)
     store = open_store(tmp_path / "store")
     assert (status, err) == (0, "")
@@ -347,20 +382,26 @@ def test_stdlib_source_prepares_and_reports(tmp_path, monkeypatch, capsys):
     assert status == 2 and "and 2.7.18 here" in err
 
 
-@pytest.mark.parametrize("arguments, words", [
-    (["--source=stdlib"], "--out"),
-    (["--source=web", "--out=x"], "invalid choice: 'web'"),
-    (["--source=stdlib", "--out=x", "seed=3"], "unrecognized arguments: seed=3"),
-    (["--source=stdlib", "--out=x", "--vocab=300"], "unrecognized arguments: --vocab=300"),
-    (["--source=text", "--out=x"], "needs --files=GLOB"),
-    (["--source=stdlib", "--out=x", "--files=*.txt"], "belongs to --source=text"),
-    (["--source=text", "--out=x", "--files=none/*.txt"], "matches no file"),
-    (["--source=stdlib", "--out=x", "--vocab_size=0"], "vocab_size is 0"),
-    (["--source=stdlib", "--out=x", "--tokenizer=none.json"], "none.json: no such file"),
-    (["--source=stdlib", "--out=x", "--tokenizer=bad.json"], "is not a tokenizer.json"),
-    (["--source=stdlib", "--out=x", "--tokenizer=good.json", "--vocab_size=9"], "has 400 tokens"),
-    (["--source=stdlib", "--out=bad.json"], "is a file"),
-])
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--source=stdlib"], "--out"),
+        (["--source=web", "--out=x"], "invalid choice: 'web'"),
+        (["--source=stdlib", "--out=x", "seed=3"], "unrecognized arguments: seed=3"),
+        (["--source=stdlib", "--out=x", "--vocab=300"], "unrecognized arguments: --vocab=300"),
+        (["--source=text", "--out=x"], "needs --files=GLOB"),
+        (["--source=stdlib", "--out=x", "--files=*.txt"], "belongs to --source=text"),
+        (["--source=text", "--out=x", "--files=none/*.txt"], "matches no file"),
+        (["--source=stdlib", "--out=x", "--vocab_size=0"], "vocab_size is 0"),
+        (["--source=stdlib", "--out=x", "--tokenizer=none.json"], "none.json: no such file"),
+        (["--source=stdlib", "--out=x", "--tokenizer=bad.json"], "is not a tokenizer.json"),
+        (
+            ["--source=stdlib", "--out=x", "--tokenizer=good.json", "--vocab_size=9"],
+            "has 400 tokens",
+        ),
+        (["--source=stdlib", "--out=bad.json"], "is a file"),
+    ],
+)
 def test_wrong_commands_are_refused_in_one_line(
     store, tmp_path, monkeypatch, capsys, arguments, words
 ):
@@ -382,8 +423,14 @@ def test_the_module_runs_by_itself_without_jax(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "8192"), done.stderr
-    command = [sys.executable, "-m", "tst_jax.prepare", "--source=text", "--files=none/*",
-               f"--out={tmp_path / 'x'}"]
+    command = [
+        sys.executable,
+        "-m",
+        "tst_jax.prepare",
+        "--source=text",
+        "--files=none/*",
+        f"--out={tmp_path / 'x'}",
+    ]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == (

@@ -29,8 +29,12 @@ def make_tokenizer(size=VOCAB_SIZE):
 
 def write(path, train=TRAIN, heldout=HELDOUT, size=VOCAB_SIZE, provenance=None):
     return write_store(
-        path, tokenizer=make_tokenizer(size), train=iter(train), heldout=iter(heldout),
-        separator_id=SEPARATOR_ID, provenance=provenance or {"source": "test"},
+        path,
+        tokenizer=make_tokenizer(size),
+        train=iter(train),
+        heldout=iter(heldout),
+        separator_id=SEPARATOR_ID,
+        provenance=provenance or {"source": "test"},
     )
 
 
@@ -93,8 +97,14 @@ def test_ids_are_stored_as_narrow_as_the_vocabulary_allows(tmp_path, size, dtype
 
 def test_a_tokenizer_with_gaps_needs_a_row_for_its_largest_id(tmp_path):
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 7, "c": 20}, unk_token="a"))
-    store = write_store(tmp_path / "store", tokenizer=tokenizer, train=[([20], 1)],
-                        heldout=[([0], 1)], separator_id=7, provenance={})
+    store = write_store(
+        tmp_path / "store",
+        tokenizer=tokenizer,
+        train=[([20], 1)],
+        heldout=[([0], 1)],
+        separator_id=7,
+        provenance={},
+    )
     assert store.vocab_size == 21
 
 
@@ -116,12 +126,15 @@ def test_unknown_split_is_refused(tmp_path):
 # ---- writing
 
 
-@pytest.mark.parametrize("train, words", [
-    ([([1], 1), ([300], 1)], "train document 1: ids span 7..300, the tokenizer has 0..299"),
-    ([([-1], 1)], "ids span -1..7"),
-    ([([1, SEPARATOR_ID, 2], 3)], "holds the separator id 7 inside"),
-    ([], "split train has no documents"),
-])
+@pytest.mark.parametrize(
+    "train, words",
+    [
+        ([([1], 1), ([300], 1)], "train document 1: ids span 7..300, the tokenizer has 0..299"),
+        ([([-1], 1)], "ids span -1..7"),
+        ([([1, SEPARATOR_ID, 2], 3)], "holds the separator id 7 inside"),
+        ([], "split train has no documents"),
+    ],
+)
 def test_wrong_documents_are_refused_and_leave_nothing(tmp_path, train, words):
     with pytest.raises(StoreError, match=re.escape(words)):
         write(tmp_path / "store", train=train)
@@ -187,8 +200,13 @@ def test_an_empty_folder_is_filled_and_any_other_refused(tmp_path):
 # ---- damage
 
 
-FILES = ["tokenizer.json", "train.tokens.bin", "train.documents.npy", "heldout.tokens.bin",
-         "heldout.documents.npy"]
+FILES = [
+    "tokenizer.json",
+    "train.tokens.bin",
+    "train.documents.npy",
+    "heldout.tokens.bin",
+    "heldout.documents.npy",
+]
 
 
 @pytest.mark.parametrize("name", [*FILES, "manifest.json"])
@@ -223,11 +241,14 @@ def test_an_edited_manifest_is_refused(tmp_path):
     assert_refused(path, "manifest.json", "changed since it was written")
 
 
-@pytest.mark.parametrize("text, words", [
-    ("{", "is not JSON"),
-    ("[]", "format is None, wanted 'tst_jax.store/1'"),
-    ('{"format": "tst_jax.store/2"}', "format is 'tst_jax.store/2'"),
-])
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("{", "is not JSON"),
+        ("[]", "format is None, wanted 'tst_jax.store/1'"),
+        ('{"format": "tst_jax.store/2"}', "format is 'tst_jax.store/2'"),
+    ],
+)
 def test_an_unreadable_manifest_is_refused(tmp_path, text, words):
     write(tmp_path / "store")
     (tmp_path / "store" / "manifest.json").write_text(text)
@@ -247,15 +268,18 @@ def test_an_id_outside_the_vocabulary_is_refused(tmp_path):
     assert_refused(path, "heldout.tokens.bin", "holds id 300, the largest is 299")
 
 
-@pytest.mark.parametrize("offsets, words", [
-    ([0, 4, 5, 7], "from 0 to 7, they must rise from 0 to 8"),
-    ([1, 4, 5, 8], "from 1 to 8"),
-    ([0, 5, 4, 8], "must rise"),
-    ([0, 4, 4, 8], "must rise"),
-    ([0, 3, 5, 8], "does not end in the separator 7"),
-    ([0, 4, 8], "wants int64(4,)"),
-    ([0.0, 4.0, 5.0, 8.0], "is float64"),
-])
+@pytest.mark.parametrize(
+    "offsets, words",
+    [
+        ([0, 4, 5, 7], "from 0 to 7, they must rise from 0 to 8"),
+        ([1, 4, 5, 8], "from 1 to 8"),
+        ([0, 5, 4, 8], "must rise"),
+        ([0, 4, 4, 8], "must rise"),
+        ([0, 3, 5, 8], "does not end in the separator 7"),
+        ([0, 4, 8], "wants int64(4,)"),
+        ([0.0, 4.0, 5.0, 8.0], "is float64"),
+    ],
+)
 def test_wrong_offsets_are_refused(tmp_path, offsets, words):
     path = tmp_path / "store"
     write(path)
@@ -283,13 +307,16 @@ def test_a_tokenizer_of_another_size_is_refused(tmp_path):
     assert_refused(path, "tokenizer.json", "has 301 tokens, manifest.json says 300")
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"separator_id": VOCAB_SIZE}, "contradict"),
-    ({"dtype": "uint32"}, "contradict"),
-    ({"vocab_size": "300"}, "contradict"),
-    ({"splits": {"train": {"tokens": 8}}}, "lacks an entry"),
-    ({"files": {}}, "lacks an entry"),
-])
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"separator_id": VOCAB_SIZE}, "contradict"),
+        ({"dtype": "uint32"}, "contradict"),
+        ({"vocab_size": "300"}, "contradict"),
+        ({"splits": {"train": {"tokens": 8}}}, "lacks an entry"),
+        ({"files": {}}, "lacks an entry"),
+    ],
+)
 def test_a_manifest_that_contradicts_itself_is_refused(tmp_path, changes, words):
     path = tmp_path / "store"
     write(path)

@@ -204,7 +204,7 @@ def test_embed_bfloat16_sums_in_float32():
 def test_embed_holds_no_array_of_all_slots():
     """Rule 5: nothing as large as [B, L, S, D] in either pass, so memory does not grow with s."""
     table, out = normal(4, 6, D), normal(5, B, L, D)
-    embed = lambda t: (st.embed_bags(t, jnp.zeros((B, L, S), int), jnp.ones((B, L, S), bool)) * out)
+    embed = lambda t: st.embed_bags(t, jnp.zeros((B, L, S), int), jnp.ones((B, L, S), bool)) * out
     for function in (embed, jax.grad(lambda t: embed(t).sum())):
         assert traced(function, table)[1] == B * L * D
 

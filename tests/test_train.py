@@ -170,7 +170,7 @@ def lowered(config, stage):
 
 
 def test_recovery_is_the_baseline_program(make_config, store):
-    """Whatever TST's settings, recovery lowers to the text that the baseline lowers to (rule 16)."""
+    """Whatever TST's settings, recovery lowers to the baseline's very text (rule 16)."""
     baseline = make_config(store)
     baseline.tst.ratio = 0.0
     (stage,) = config_lib.stages(baseline)

@@ -22,12 +22,10 @@ def read_config(holder) -> config_lib.Config:
     if holder.value is None:
         raise UserError("--config is missing; give a config file, e.g. configs/quickstart.py")
     try:
-        holder.value.seed  # a file that failed to load raises here, and says where it was sought
+        getattr(holder.value, "seed", None)  # a file that failed to load raises here, and says why
     except OSError as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise UserError(f"--config: {lines[0]} {lines[-1]}") from None
-    except AttributeError:
-        pass
     if not isinstance(holder.value, config_lib.Config):
         raise UserError(
             f"--config: get_config() returned {type(holder.value).__name__}; it must return a "

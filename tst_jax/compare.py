@@ -217,9 +217,7 @@ if __name__ == "__main__":
         config = cli.read_config(CONFIG)
         if not WORKDIR.value:
             raise UserError("--workdir is missing; give the folder of the comparison")
-        summary = compare(
-            config, WORKDIR.value, SEEDS.value, EQUAL_LOSS.value, EQUAL_DATA.value
-        )
+        summary = compare(config, WORKDIR.value, SEEDS.value, EQUAL_LOSS.value, EQUAL_DATA.value)
         print("\n" + report.text_table(summary))
         print(f"\n{report.verdict(summary)}\nReport: {WORKDIR.value}/report.html")
 

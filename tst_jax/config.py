@@ -69,9 +69,7 @@ HARMLESS = ("stop_after", "log_every", "data.store", "mesh", "eval", "checkpoint
 
 def stages(config: Config) -> list[schedule.Stage]:
     """The run's stages, from the final settings (rule 14)."""
-    return schedule.make_stages(
-        config.tst, config.steps, config.data.rows, config.data.positions
-    )
+    return schedule.make_stages(config.tst, config.steps, config.data.rows, config.data.positions)
 
 
 def problems(config: Config) -> list[str]:

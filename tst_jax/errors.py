@@ -2,5 +2,5 @@
 
 
 class UserError(ValueError):
-    """What was asked for cannot be done. The message has one line a problem: what was found, what is
-    allowed, what to do. Commands print it without a traceback and end with status 2."""
+    """What was asked for cannot be done. The message has one line a problem: what was found, what
+    is allowed, what to do. Commands print it without a traceback and end with status 2."""

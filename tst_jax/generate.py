@@ -1,6 +1,6 @@
 """Samples text from a run's last checkpoint.
 
-    python -m tst_jax.generate --workdir=runs/quickstart/runs/tst-seed0 --prompt='def '
+python -m tst_jax.generate --workdir=runs/quickstart/runs/tst-seed0 --prompt='def '
 """
 
 import functools
@@ -28,7 +28,7 @@ def read_run_config(workdir) -> dict:
 
 
 def load_model(workdir) -> tuple[Transformer, dict]:
-    """The parameters of a run's last checkpoint, on the first device, and the checkpoint's record."""
+    """The parameters of a run's last checkpoint, on the first device, and its record."""
     cfg = ModelConfig(**read_run_config(workdir)["model"])
     shapes = jax.eval_shape(lambda key: Transformer(cfg, key), jax.random.key(0))
     mesh = sharding.make_mesh(sharding.MeshConfig(), jax.devices()[:1])

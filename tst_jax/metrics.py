@@ -44,7 +44,7 @@ class Writer:
 
 
 def read_metrics(workdir) -> list[dict]:
-    """The lines of a run's metrics.jsonl; a last line cut off by a kill is left out."""
+    """The lines of a run's metrics.jsonl; a last one that a kill cut off is left out."""
     path = pathlib.Path(workdir) / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     found = []
@@ -58,7 +58,7 @@ def read_metrics(workdir) -> list[dict]:
 
 
 class Progress:
-    """On a terminal a bar with phase, loss, rate and time left; elsewhere a plain line now and then.
+    """On a terminal a bar with phase, loss, rate and time left; else a plain line now and then.
 
     Args:
       title: of the run, in front.

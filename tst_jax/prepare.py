@@ -25,8 +25,15 @@ from tqdm import tqdm
 
 from tst_jax.data import corpora
 from tst_jax.data.store import (
-    MANIFEST, SPLITS, Store, StoreError, check_writable, open_store, sha256_of_file,
-    tokenizer_vocab_size, write_store,
+    MANIFEST,
+    SPLITS,
+    Store,
+    StoreError,
+    check_writable,
+    open_store,
+    sha256_of_file,
+    tokenizer_vocab_size,
+    write_store,
 )
 
 DEFAULT_VOCAB_SIZE = 8192
@@ -159,7 +166,7 @@ def _make_store(out, documents, given: Tokenizer | None, request: dict[str, Any]
             "corpus_sha256": digest.hexdigest(),
             "python": platform.python_version(),
             "tools": {"numpy": np.__version__, "tokenizers": tokenizers.__version__},
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         },
     )
 
@@ -237,7 +244,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command on `argv` (without the program's name); returns the exit status."""
     # argparse, not absl: other commands import this module, and absl flags are global to a process.
     parser = _Parser(
-        prog="python -m tst_jax.prepare", description=__doc__, allow_abbrev=False,
+        prog="python -m tst_jax.prepare",
+        description=__doc__,
+        allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--source", required=True, choices=("stdlib", "text"))

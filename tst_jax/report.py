@@ -150,8 +150,12 @@ def draw(path, baseline, tst) -> None:
     for axes in (left, right):
         axes.axvline(switch, color="black", linewidth=0.8, linestyle=":")
         axes.annotate(
-            "switch", (switch, 1), (3, -10), xycoords=("data", "axes fraction"),
-            textcoords="offset points", fontsize=8,
+            "switch",
+            (switch, 1),
+            (3, -10),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            fontsize=8,
         )
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)

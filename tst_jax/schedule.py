@@ -69,7 +69,7 @@ class ScheduleConfig:
                 found.append(f"schedule.{name} is {getattr(self, name)}; it must lie in 0 .. 1")
         if self.warmup_steps < -1:
             found.append(f"schedule.warmup_steps is {self.warmup_steps}; give a count, or -1")
-        if not found and warmup_and_decay(self, steps)[0] + warmup_and_decay(self, steps)[1] > steps:
+        if not found and sum(warmup_and_decay(self, steps)) > steps:
             found.append(
                 f"warmup and decay together are longer than the run's {steps} steps; "
                 "shorten schedule.warmup_steps, warmup_fraction or decay_fraction"
@@ -115,7 +115,7 @@ class Stage:
 
 
 def parse_stages(text: str) -> list[tuple[int, float]]:
-    """`"16:0.1,4:0.2"` -> [(16, 0.1), (4, 0.2)]. ValueError in one line if it is not of that form."""
+    """`"16:0.1,4:0.2"` -> [(16, 0.1), (4, 0.2)]; ValueError if it is not of that form."""
     try:
         pairs = [part.split(":") for part in text.split(",")]
         return [(int(bag), float(fraction)) for bag, fraction in pairs]

@@ -9,8 +9,8 @@ can be called from any trainer:
     loss = loss_sum / weight_sum
 
 With `bag_size = 1` each of the three is its ordinary next-token counterpart, to the bit (`loss_sum`
-and its gradients are; dividing them by `weight_sum` rounds once more). The letters of the shapes are
-listed in `tst_jax/__init__.py`.
+and its gradients are; dividing them by `weight_sum` rounds once more). The letters of the shapes
+are listed in `tst_jax/__init__.py`.
 """
 
 import functools

@@ -165,7 +165,7 @@ def _check_rows_divide(config, stages, mesh):
 
 
 def _open_workdir(config, stages, workdir) -> Checkpoints:
-    """A new or empty folder is begun; a run's own is taken up if its settings agree; others stay."""
+    """A new folder is begun, a run's own taken up if its settings agree, any other refused."""
     workdir = pathlib.Path(workdir)
     path = workdir / "config.json"
     if workdir.exists() and not workdir.is_dir():

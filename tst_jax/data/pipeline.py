@@ -1,9 +1,9 @@
 """Rows of tokens for each step, as a pure function of (seed, step) (rules 1 to 3).
 
 No iterator state crosses the switch or a restart: which tokens row k of a stage holds is computed
-from the plan of the stages, the seed and k. An epoch's rows are a permutation of the store's blocks;
-where a stage ends inside an epoch, the next one goes on with the blocks that are left, cut into its
-own shorter rows and shuffled among themselves.
+from the plan of the stages, the seed and k. An epoch's rows are a permutation of the store's
+blocks; where a stage ends inside an epoch, the next one goes on with the blocks that are left, cut
+into its own shorter rows and shuffled among themselves.
 """
 
 import dataclasses
@@ -63,9 +63,9 @@ class RowPlan:
             if tokens < stage.row_tokens:
                 raise DataError(
                     f"the train split has {tokens} tokens and a {stage.phase} row needs "
-                    f"{stage.row_tokens}; lower data.positions or tst.bag_size, or prepare more text"
+                    f"{stage.row_tokens}; lower data.positions or tst.bag_size, or prepare more"
                 )
-        self._segments: list[list[Segment]] = []  # of each stage, in order; the last one open-ended
+        self._segments: list[list[Segment]] = []  # of each stage, in order
         current, used, epoch = None, 0, 0
         for number, stage in enumerate(stages):
             segments = []
@@ -133,7 +133,7 @@ def batches(tokens, plan: RowPlan, stage_index: int, step: int, host: int = 0, h
         raise DataError(f"{stage.rows} rows a step do not divide over {hosts} processes")
     rows = StageRows(tokens, plan, stage_index, host, hosts)
     dataset = grain.MapDataset.source(rows).batch(stage.rows // hosts)[step - stage.start :]
-    # The rows are slices of a memory map: a buffer and threads would only cost (default: 500 and 16).
+    # Rows are slices of a memory map: buffers and threads (default: 500 and 16) would only cost.
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
 
 

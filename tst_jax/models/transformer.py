@@ -187,7 +187,7 @@ class Transformer(nnx.Module):
         return jnp.einsum("bld,vd->blv", hidden_BxLxD, head, preferred_element_type=jnp.float32)
 
     def empty_cache(self, rows: int, length: int):
-        """Keys and values for `length` positions of `rows` rows: two arrays [layers, B, L, K, Q]."""
+        """Keys and values for `length` positions of `rows` rows: two [layers, B, L, K, Q]."""
         cfg = self.cfg
         shape = (cfg.layers, rows, length, cfg.kv_heads, cfg.head_dim)
         return jnp.zeros(shape, cfg.dtype), jnp.zeros(shape, cfg.dtype)
