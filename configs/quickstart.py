@@ -10,7 +10,7 @@ or by hand:
 The learning rate is the baseline's best, so that TST is compared with a baseline at its strongest.
 """
 
-from tst_jax.config import Config, DataConfig
+from tst_jax.config import Config, DataConfig, EvalConfig
 from tst_jax.models.transformer import ModelConfig
 from tst_jax.optimizer import OptimizerConfig
 from tst_jax.schedule import ScheduleConfig, TSTConfig
@@ -18,12 +18,13 @@ from tst_jax.schedule import ScheduleConfig, TSTConfig
 
 def get_config() -> Config:
     return Config(
-        steps=3000,
+        steps=1500,
         model=ModelConfig(
             vocab_size=8192, width=64, layers=2, heads=4, kv_heads=4, head_dim=16, ff=160
         ),
         tst=TSTConfig(bag_size=4, ratio=0.3),
-        data=DataConfig(store="runs/quickstart/store", rows=8, positions=64),
+        data=DataConfig(store="runs/quickstart/store", rows=16, positions=64),
         optimizer=OptimizerConfig(name="adamw", weight_decay=0.1, clip=1.0),
-        schedule=ScheduleConfig(peak_lr=4e-3, warmup_fraction=0.05, decay_fraction=0.1),
+        schedule=ScheduleConfig(peak_lr=4e-3, warmup_fraction=0.05, decay_fraction=0.3),
+        eval=EvalConfig(every=125),
     )

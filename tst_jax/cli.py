@@ -19,7 +19,7 @@ def define_config():
 
 def read_config(holder) -> config_lib.Config:
     """The config behind `define_config()`'s flag, overrides applied."""
-    if holder.value is None:
+    if not holder.present:
         raise UserError("--config is missing; give a config file, e.g. configs/quickstart.py")
     try:
         getattr(holder.value, "seed", None)  # a file that failed to load raises here, and says why

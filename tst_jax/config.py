@@ -74,7 +74,9 @@ def stages(config: Config) -> list[schedule.Stage]:
 
 def problems(config: Config) -> list[str]:
     """One line for each setting that cannot work, by itself or beside the others."""
-    found = []
+    found = _wrong_types(config)
+    if found:
+        return found
     at_least = {
         "seed": 0,
         "steps": 1,
@@ -94,9 +96,9 @@ def problems(config: Config) -> list[str]:
             found.append(f"{name} is {values[name]}; it must be at least {least}")
     if config.seed >= 2**32:
         found.append(f"seed is {config.seed}; it must be below 2**32")
-    if config.stop_after < -1 or config.stop_after > config.steps:
+    if config.stop_after != -1 and not 1 <= config.stop_after <= config.steps:
         found.append(
-            f"stop_after is {config.stop_after}; give a step up to steps={config.steps}, or -1"
+            f"stop_after is {config.stop_after}; give a step of 1 .. {config.steps} (steps), or -1"
         )
     if not config.data.store:
         found.append("data.store is empty; give the folder that tst_jax.prepare made")
@@ -109,6 +111,15 @@ def problems(config: Config) -> list[str]:
             stages(config)
         except ValueError as error:
             found.append(str(error))
+    return found
+
+
+def _wrong_types(config: Config) -> list[str]:
+    found = []
+    for name, default in flatten(Config()).items():
+        value, wanted = flatten(config).get(name), type(default)
+        if type(value) is not wanted and not (wanted is float and type(value) is int):
+            found.append(f"{name} is {value!r}; it must be of type {wanted.__name__}")
     return found
 
 

@@ -38,7 +38,8 @@ class OptimizerConfig:
         try:
             make_optimizer(self, 1e-3)
         except (ValueError, TypeError) as error:
-            found.append(f"optimizer: {str(error).splitlines()[0]}")
+            text = str(error).splitlines()[0]
+            found.append(text if text.startswith("optimizer.") else f"optimizer.options: {text}")
         return found
 
 
@@ -70,9 +71,12 @@ def _muon_dimensions(param: nnx.Param, array):
 def _parse_options(text: str) -> dict:
     try:
         call = ast.parse(f"f({text})", mode="eval").body
-        assert isinstance(call, ast.Call) and not call.args
-        return {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-    except (SyntaxError, ValueError, AssertionError):
+        if isinstance(call.func, ast.Name) and not call.args:
+            options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+            if None not in options and "learning_rate" not in options:
+                return options
+        raise ValueError
+    except (SyntaxError, ValueError, AttributeError):
         raise ValueError(
             f"optimizer.options is {text!r}; write 'name=value,name=value' with plain values"
         ) from None
@@ -92,13 +96,15 @@ def make_optimizer(cfg: OptimizerConfig, learning_rate) -> optax.GradientTransfo
     accepted = inspect.signature(build).parameters if callable(build) else {}
     if "learning_rate" not in accepted:
         raise ValueError(
-            f"{cfg.name!r} is no optimizer of optax or optax.contrib; "
+            f"optimizer.name is {cfg.name!r}, no optimizer of optax or optax.contrib; "
             "try adamw, adam, lion, sgd, muon, adafactor or lamb"
         )
     options = _parse_options(cfg.options)
     unknown = sorted(set(options) - set(accepted))
     if unknown:
-        raise ValueError(f"{cfg.name} takes no {', '.join(unknown)}; see optimizer.options")
+        raise ValueError(
+            f"optimizer.options: {cfg.name} takes no {', '.join(unknown)}; see its documentation"
+        )
     arguments = {"b1": cfg.b1, "b2": cfg.b2, "adam_b1": cfg.b1, "adam_b2": cfg.b2}
     arguments = {k: v for k, v in arguments.items() if k in accepted}
     mask = lambda params: _map_params(is_matrix, params)

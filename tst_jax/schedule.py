@@ -16,7 +16,7 @@ class TSTConfig:
     bag_size: int = 4  # s
     ratio: float = 0.3  # r: superposition runs for round(r * steps) steps
     superposition_steps: int = -1  # the same as a step count; -1: from ratio
-    stages: str = ""  # general form, "16:0.1,8:0.1,4:0.1" (bag size : fraction); "": one stage
+    stages: str = ""  # several stages, "16:0.1,8:0.1,4:0.1" (bag size : fraction); "": one
     mode: str = "full"  # full; input: bags in, next token out; output: tokens in, next bag out
     objective: str = "mce"  # mce, mass, bce, hinge
     weights: str = "uniform"  # of the slots: uniform, power, exponential, first, fitted
@@ -136,11 +136,17 @@ def make_stages(tst: TSTConfig, steps: int, rows: int, positions: int) -> list[S
       ValueError: the stages do not fit each other or the run, in one line.
     """
     plan = [(tst.bag_size, tst.ratio)]
-    if tst.stages:
+    if tst.stages and tst.superposition_steps >= 0:
+        raise ValueError(
+            "tst.stages and tst.superposition_steps are both set; leave one at default"
+        )
+    if tst.stages and tst.ratio > 0:  # ratio = 0 is the baseline whatever else is set
         plan = parse_stages(tst.stages)
     bags = [bag for bag, _ in plan]
-    if min(bags) < 1 or min(fraction for _, fraction in plan) < 0:
-        raise ValueError(f"tst.stages is {tst.stages!r}; bag sizes start at 1, fractions at 0")
+    if min(bags) < 1 or not all(0 <= fraction <= 1 for _, fraction in plan):
+        raise ValueError(
+            f"tst.stages is {tst.stages!r}; bag sizes start at 1, fractions lie in 0 .. 1"
+        )
     for bigger, smaller in zip(bags, bags[1:]):
         if bigger % smaller or bigger == smaller:
             raise ValueError(
@@ -152,7 +158,7 @@ def make_stages(tst: TSTConfig, steps: int, rows: int, positions: int) -> list[S
     for _, fraction in plan:
         total += fraction
         boundaries.append(round(total * steps))
-    if tst.superposition_steps >= 0 and not tst.stages:
+    if tst.superposition_steps >= 0:
         boundaries[1] = tst.superposition_steps
     if boundaries[-1] > steps:
         raise ValueError(

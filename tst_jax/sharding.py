@@ -5,7 +5,6 @@ import math
 
 import jax
 import numpy as np
-import optax
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -88,17 +87,22 @@ def param_shardings(params, mesh: Mesh):
     return jax.tree_util.tree_map_with_path(inside, params, is_leaf=is_param)
 
 
-def optimizer_shardings(optimizer, opt_state, params, mesh: Mesh):
+def optimizer_shardings(opt_state, params, mesh: Mesh):
     """Shardings for an optimizer state: what mirrors a param lies where the param lies.
 
-    Without them a jitted `optimizer.init` would put whole moments on every device.
+    Without them a jitted `optimizer.init` would put whole moments on every device. A leaf mirrors a
+    param if its path ends in the param's and its shape is the param's: moments do, also where an
+    optimizer keeps them for some params only (muon); factored or scalar statistics do not.
     """
-    mirror = lambda state, sharding: sharding if state.ndim == len(sharding.spec) else other
-    other = replicated(mesh)
-    return optax.tree_utils.tree_map_params(
-        optimizer,
-        mirror,
-        opt_state,
-        param_shardings(params, mesh),
-        transform_non_params=lambda _: other,
-    )
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    places = jax.tree.leaves(param_shardings(params, mesh))
+    by_path = {path: (x.shape, place) for (path, x), place in zip(leaves, places, strict=True)}
+
+    def one(path, leaf):
+        for start in range(len(path)):
+            shape, place = by_path.get(path[start:], (None, None))
+            if shape == leaf.shape:
+                return place
+        return replicated(mesh)
+
+    return jax.tree_util.tree_map_with_path(one, opt_state)

@@ -37,9 +37,7 @@ def state_shardings(config: Config, mesh) -> tuple[TrainState, TrainState]:
     shapes = jax.eval_shape(lambda k: init_state(config, k), key_data(config.seed))
     shardings = TrainState(
         sharding.param_shardings(shapes.params, mesh),
-        sharding.optimizer_shardings(
-            make_optimizer(config.optimizer, 0.0), shapes.opt_state, shapes.params, mesh
-        ),
+        sharding.optimizer_shardings(shapes.opt_state, shapes.params, mesh),
         sharding.replicated(mesh),
         sharding.replicated(mesh),
     )

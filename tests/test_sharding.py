@@ -1,0 +1,220 @@
+"""Proves `tst_jax.sharding`: a mesh changes where arrays lie, not what is trained.
+
+One process with eight fake CPU devices takes three steps of each phase on several meshes, from one
+state and on the same batches, and prints losses and layouts; the tests read its report. Meshes and
+axes that cannot be are refused by name.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from tst_jax import config as config_lib
+from tst_jax import sharding
+from tst_jax.config import Config, DataConfig
+from tst_jax.models.transformer import ModelConfig, Transformer
+from tst_jax.optimizer import OptimizerConfig
+from tst_jax.schedule import ScheduleConfig, TSTConfig
+from tst_jax.sharding import MeshConfig
+from tst_jax.train_step import init_state, key_data, make_train_step, state_shardings
+
+STEPS = 3  # of each phase
+ROUNDING = 2e-6  # of a loss: sums over devices are float32 sums in another order
+MESHES = {
+    "one device": dict(data=1),
+    "data": dict(data=8),
+    "all axes": dict(data=2, fsdp=2, tensor=2),
+}
+CONFIG = Config(
+    steps=2 * STEPS,
+    loss_chunk=16,  # more than one chunk a step
+    model=ModelConfig(vocab_size=64, width=16, layers=3, heads=4, kv_heads=2, head_dim=4, ff=24),
+    tst=TSTConfig(bag_size=3, ratio=0.5),
+    data=DataConfig(rows=8, positions=4),
+    optimizer=OptimizerConfig(weight_decay=0.1),
+    schedule=ScheduleConfig(peak_lr=1e-2, warmup_fraction=0.0, decay_fraction=0.0),
+)
+
+
+# ---- in the process with eight devices
+
+
+def layouts(tree):
+    """{"layers.query": [shape, shape on a device, number of different parts]}"""
+    name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
+    describe = lambda array: [
+        array.shape,
+        array.addressable_shards[0].data.shape,
+        len({str(shard.index) for shard in array.addressable_shards}),
+    ]
+    return {
+        name(path).removesuffix(".value"): describe(array)
+        for path, array in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def train_on(mesh, start, batches):
+    """Three steps of each phase, as the trainer jits them; losses, and where the state ends up."""
+    shardings = state_shardings(CONFIG, mesh)[1]
+    batch = sharding.batch_sharding(mesh)
+    state, losses = jax.device_put(start, shardings), []
+    for stage, parts in zip(config_lib.stages(CONFIG), batches, strict=True):
+        step = jax.jit(
+            make_train_step(CONFIG, stage),
+            in_shardings=(shardings, batch),
+            out_shardings=(shardings, sharding.replicated(mesh)),
+            compiler_options={"xla_backend_optimization_level": 0},  # to compile fast
+        )
+        for part in parts:
+            state, metrics = step(state, jax.device_put(part, batch))
+            losses.append(float(metrics["loss"]))
+    (adam,) = [part for part in state.opt_state[1] if hasattr(part, "mu")]
+    where = {name: layouts(getattr(adam, name)) for name in ("mu", "nu")}
+    rows = list(jax.device_put(parts[0], batch).addressable_shards[0].data.shape)
+    return {"losses": losses, "params": layouts(state.params), **where, "rows": rows}
+
+
+def main():
+    rng = np.random.default_rng(0)
+    batches = [
+        rng.integers(0, 64, (STEPS, stage.rows, stage.row_tokens)).astype(np.int32)
+        for stage in config_lib.stages(CONFIG)
+    ]
+    start = jax.jit(
+        lambda key: init_state(CONFIG, key),
+        compiler_options={"xla_backend_optimization_level": 0},
+    )(key_data(0))
+    start = jax.tree.map(np.asarray, start)
+    report = {}
+    for name, sizes in MESHES.items():
+        devices = jax.devices()[: 1 if name == "one device" else 8]
+        report[name] = train_on(sharding.make_mesh(MeshConfig(**sizes), devices), start, batches)
+    print(json.dumps(report))
+
+
+# ---- what it reports
+
+
+@pytest.fixture(scope="module")
+def report():
+    file = pathlib.Path(__file__)
+    flags = "--xla_force_host_platform_device_count=8"
+    environment = {"PYTHONPATH": str(file.parents[1]), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    done = subprocess.run(
+        [sys.executable, "-B", str(file)],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("mesh", ["data", "all axes"])
+def test_a_mesh_trains_to_the_same_losses(report, mesh):
+    alone = report["one device"]["losses"]
+    assert len(set(alone)) == 2 * STEPS
+    np.testing.assert_allclose(report[mesh]["losses"], alone, rtol=ROUNDING)
+
+
+def test_every_device_holds_its_part(report):
+    whole = {"query": [3, 16, 4, 4], "down": [3, 24, 16], "mlp_norm": [3, 16]}
+    part = {"query": [3, 8, 2, 4], "down": [3, 12, 8], "mlp_norm": [3, 8]}
+    params = report["all axes"]["params"]
+    for name in whole:
+        got = params[f"layers.{name}"]
+        assert got == [whole[name], part[name], 2 if name == "mlp_norm" else 4]
+    assert params["embedding"] == params["output"] == [[64, 16], [32, 8], 4]
+    assert all(parts == 1 for _, _, parts in report["data"]["params"].values())  # plain copies
+    assert report["data"]["rows"] == [1, 5] and report["all axes"]["rows"] == [2, 5]
+
+
+def test_moments_lie_where_their_params_lie(report):
+    for found in report.values():
+        assert found["mu"] == found["nu"] == found["params"]
+
+
+# ---- what cannot be
+
+
+@pytest.mark.parametrize(
+    "sizes, shape",
+    [
+        (dict(), (8, 1, 1)),
+        (dict(data=2, tensor=-1), (2, 1, 4)),
+        (dict(data=1, fsdp=8), (1, 8, 1)),
+        (dict(data=2, fsdp=2, tensor=2), (2, 2, 2)),
+    ],
+)
+def test_one_axis_takes_what_the_others_leave(sizes, shape):
+    mesh = sharding.make_mesh(MeshConfig(**sizes), list(range(8)))
+    assert mesh.devices.shape == shape and mesh.axis_names == ("data", "fsdp", "tensor")
+
+
+@pytest.mark.parametrize(
+    "sizes", [dict(data=4), dict(data=16), dict(fsdp=3), dict(data=3, fsdp=-1), dict(tensor=16)]
+)
+def test_a_mesh_that_the_devices_do_not_fill_is_refused(sizes):
+    with pytest.raises(ValueError) as caught:
+        sharding.make_mesh(MeshConfig(**sizes), list(range(8)))
+    message = str(caught.value)
+    assert "\n" not in message and "8 devices" in message and "mesh.*" in message
+    assert all(f"{axis}={size}" in message for axis, size in sizes.items())
+
+
+@pytest.mark.parametrize(
+    "shape, sizes, words",
+    [
+        (dict(vocab_size=63), (1, 1, 2), ["embedding", "vocab axis of 63", "mesh.tensor=2"]),
+        (dict(width=18), (1, 4, 1), ["embed axis of 18", "mesh.fsdp=4"]),
+        (dict(), (1, 1, 4), ["layers.key", "kv_heads axis of 2", "mesh.tensor=4"]),
+        (dict(heads=6), (1, 1, 4), ["layers.", "heads axis of ", "mesh.tensor=4"]),
+        (dict(ff=25), (1, 1, 2), ["layers.", "mlp axis of 25", "mesh.tensor=2"]),
+    ],
+)
+def test_an_axis_that_does_not_divide_is_refused_by_name(shape, sizes, words):
+    cfg = ModelConfig(
+        **dict(vocab_size=64, width=16, layers=3, heads=4, kv_heads=2, head_dim=4, ff=24) | shape
+    )
+    params = jax.eval_shape(lambda key: Transformer(cfg, key), jax.random.key(0))
+    with pytest.raises(ValueError) as caught:
+        sharding.param_shardings(params, AbstractMesh(sizes, sharding.AXES))
+    message = str(caught.value)
+    assert "\n" not in message and all(word in message for word in words), message
+
+
+def test_specs_follow_the_names_of_the_axes():
+    params = jax.eval_shape(lambda key: Transformer(CONFIG.model, key), jax.random.key(0))
+    got = sharding.param_shardings(params, AbstractMesh((2, 2, 2), sharding.AXES))
+    assert got.embedding.get_value().spec == PartitionSpec("tensor", "fsdp")
+    assert got.layers.out.get_value().spec == PartitionSpec(None, "tensor", None, "fsdp")
+    assert got.layers.gate.get_value().spec == PartitionSpec(None, "fsdp", "tensor")
+    assert got.final_norm.get_value().spec == PartitionSpec("fsdp")
+
+
+if __name__ == "__main__":
+    main()
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "lion", "sgd", "muon", "adafactor", "sm3"])
+def test_any_optimizer_state_has_a_place(name):
+    """Moments that exist for some params only, or of other shapes, break no mesh (eval_shape)."""
+    config = Config(optimizer=OptimizerConfig(name=name), model=CONFIG.model)
+    mesh = AbstractMesh((2, 2, 2), sharding.AXES)
+    shapes, places = state_shardings(config, mesh)
+    for leaf, place in zip(jax.tree.leaves(shapes), jax.tree.leaves(places), strict=True):
+        place.shard_shape(leaf.shape)  # raises where an axis does not divide
+    moments = {
+        tuple(place.spec)
+        for path, place in jax.tree_util.tree_leaves_with_path(places.opt_state)
+        if "query" in jax.tree_util.keystr(path) and len(place.spec) > 1
+    }
+    if name not in ("sgd", "adafactor", "sm3"):  # these keep none of a param's shape
+        assert moments == {(None, "fsdp", "tensor", None)}
