@@ -378,3 +378,21 @@ def test_harmless_settings_may_change_on_resume(whole, tmp_path):
     again.log_every, again.checkpoint.every, again.eval.every = 5, 4, 0
     train(again, tmp_path / "run")
     assert_same_bits(final_state(config, tmp_path / "run")[0], state)
+
+
+def test_switch_holds_one_state(make_config, store, tmp_path, monkeypatch):
+    """When the switch restores its checkpoint the old state is gone: no second copy on the devices
+    at the one moment where nobody watches memory (rule 17)."""
+    config = make_config(store)
+    config.model.ff = 25  # arrays that no other test holds alive
+    alive = []
+    restore = Checkpoints.restore
+
+    def watched(self, *args, **kwargs):
+        gate = (config.model.layers, config.model.width, config.model.ff)
+        alive.append(sum(x.shape == gate for x in jax.live_arrays()))
+        return restore(self, *args, **kwargs)
+
+    monkeypatch.setattr(Checkpoints, "restore", watched)
+    train(config, tmp_path / "run")
+    assert alive == [0]

@@ -125,6 +125,7 @@ def train(config: Config, workdir, title: str = "train") -> None:
             # A switch always goes through the checkpoint, so that going on and restarting are one
             # path (rule 16).
             if state is None or (step == stage.start and step > 0):
+                state = None  # frees the old one first: there is room for one state (rule 17)
                 state = checkpoints.restore(step, shapes, shardings)
             if step == stage.start and step > 0:
                 state = programs.switch(state)
@@ -217,6 +218,7 @@ def _compile(config, stages, mesh, shapes, shardings, step, last) -> Programs:
             lambda state: at_switch(config, state),
             in_shardings=(shardings,),
             out_shardings=shardings,
+            donate_argnums=0,
         ).lower(shapes)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         compiled = dict(zip(lowered, pool.map(lambda x: x.compile(), lowered.values())))
