@@ -14,7 +14,7 @@ from tst_jax.compare import Run, baseline_of, compare, equal_data_steps, equal_l
 from tst_jax.errors import UserError
 
 
-def fake_run(config, loss, name="run"):
+def fake_run(config, loss):
     """A finished run that ends at `loss`, with the metrics that a real one would have."""
     superposed = {s.stop: s for s in config_lib.stages(config)}
     steps, tokens = [], 0
@@ -29,7 +29,7 @@ def fake_run(config, loss, name="run"):
         {"step": k, "eval_loss": loss + 5 / k - 5 / config.steps, "eval_bits_per_byte": loss / 2}
         for k in range(5, config.steps + 1, 5)
     ]
-    return Run(name, config, steps, evals)
+    return Run(config, steps, evals)
 
 
 def test_one_comparison_from_runs_to_report(config, tmp_path, capsys):
@@ -144,3 +144,16 @@ def test_page_escapes_what_it_shows(config, tmp_path):
     baseline, tst = [fake_run(baseline_of(config), 3.0)], [fake_run(config, 2.9)]
     report.write(tmp_path, summarize(baseline, tst), baseline, tst, False)
     assert "<script>" not in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("steps, ratio", [(5, 0.2), (1, 1.0), (20, 1.0)])
+def test_shortest_phases_still_give_a_report(config, tmp_path, steps, ratio):
+    """One superposed step, one step in all, no recovery: the runs are paid for, so report them."""
+    config.steps, config.tst.ratio = steps, ratio
+    arms = [[fake_run(baseline_of(config), 3.0)], [fake_run(config, 2.9)]]
+    for (run,) in arms:
+        run.evals[:] = [{"step": steps, "eval_loss": 3.0, "eval_bits_per_byte": 1.0}]
+    summary = summarize(*arms)
+    assert summary["step_time_ratio"] > 0
+    report.write(tmp_path, summary, *arms, False)
+    assert (tmp_path / "report.html").exists()

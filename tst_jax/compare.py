@@ -30,7 +30,6 @@ LONGEST = 4.0
 class Run:
     """One finished run, read back from its metrics."""
 
-    name: str
     config: Config
     steps: list[dict]  # lines with a training loss
     evals: list[dict]  # lines with a held-out loss
@@ -73,7 +72,6 @@ def run_once(config: Config, workdir, name: str, seed: int) -> Run:
     train(config, folder, title=full_name)
     lines = metrics.read_metrics(folder)
     return Run(
-        full_name,
         config,
         [line for line in lines if "loss" in line],
         [line for line in lines if "eval_loss" in line],
@@ -112,10 +110,19 @@ def equal_loss_steps(config: Config, workdir, seeds, target: float, known: dict)
     return math.exp(math.log(low) + share * (math.log(high) - math.log(low)))
 
 
+def _step_seconds(runs: list[Run], superposed: bool = False) -> float:
+    """Median time of a step, of all or of the superposed ones. The first step of a run also pays
+    for starting up, and counts only where there is no other."""
+    lines = [line for run in runs for line in run.steps]
+    if superposed:
+        lines = [line for line in lines if line["bag_size"] > 1]
+    later = [line for line in lines if line["step"] > 1]
+    return statistics.median(line["step_seconds"] for line in later or lines)
+
+
 def summarize_arm(runs: list[Run]) -> dict:
     """What summary.json says of an arm; counts are of one run."""
     last = runs[0].steps[-1]
-    seconds = [line["step_seconds"] for run in runs for line in run.steps[1:]]
     return {
         "steps": last["step"],
         "positions": last["positions"],
@@ -123,19 +130,8 @@ def summarize_arm(runs: list[Run]) -> dict:
         "flops": last["flops"],
         "final_eval_loss": [run.final_eval_loss for run in runs],
         "final_eval_bits_per_byte": [run.evals[-1]["eval_bits_per_byte"] for run in runs],
-        "step_seconds_median": statistics.median(seconds),
+        "step_seconds_median": _step_seconds(runs),
     }
-
-
-def _step_time_ratio(baseline: list[Run], tst: list[Run]) -> float:
-    """Median superposition step over median baseline step."""
-    pick = lambda runs, bag: [
-        line["step_seconds"]
-        for run in runs
-        for line in run.steps[1:]
-        if (line["bag_size"] > 1) == bag
-    ]
-    return statistics.median(pick(tst, True)) / statistics.median(pick(baseline, False))
 
 
 def summarize(baseline: list[Run], tst: list[Run]) -> dict:
@@ -153,7 +149,7 @@ def summarize(baseline: list[Run], tst: list[Run]) -> dict:
         "switch_step": tst[0].switch,
         "flops_ratio": ratio("flops"),
         "tokens_ratio": ratio("tokens"),
-        "step_time_ratio": _step_time_ratio(baseline, tst),
+        "step_time_ratio": _step_seconds(tst, superposed=True) / _step_seconds(baseline),
         "eval_loss_difference": differences,
         "eval_loss_difference_mean": statistics.mean(differences),
         "eval_loss_difference_stderr": stderr,
