@@ -128,7 +128,8 @@ def draw(path, baseline, tst) -> None:
     switch = tst[0].switch
     lowest = min(min(_curves(runs)[1]) for runs in (baseline, tst))
     highest = max(_curves(baseline)[1])
-    left.set_ylim(lowest - 0.05 * (highest - lowest), highest + 0.05 * (highest - lowest))
+    room = 0.05 * (highest - lowest) or 0.01  # a run of one evaluation has no range
+    left.set_ylim(lowest - room, highest + room)
     left.set_xlabel("step (equal FLOPs)")
     left.set_ylabel("held-out next-token loss, nats a token")
     left.legend(frameon=False)
