@@ -67,7 +67,7 @@ def train_on(mesh, start, batches):
     state, losses = jax.device_put(start, shardings), []
     for stage, parts in zip(config_lib.stages(CONFIG), batches, strict=True):
         step = jax.jit(
-            make_train_step(CONFIG, stage),
+            make_train_step(CONFIG, stage, mesh),
             in_shardings=(shardings, batch),
             out_shardings=(shardings, sharding.replicated(mesh)),
             compiler_options={"xla_backend_optimization_level": 0},  # to compile fast

@@ -1,10 +1,15 @@
 """Times what the claims of speed rest on, as ratios within one run.
 
     python -m tst_jax.bench step --config=configs/quickstart.py --json=step.json
+    python -m tst_jax.bench kernels --json=kernels.json
 
 `step` runs the baseline step and superposition steps of several bag sizes in turn, round after
 round, so that a busy machine disturbs all of them alike. All hold the same number of positions.
 Needs no data: token ids are drawn at random.
+
+`kernels` does the same with the loss (value and both gradients) and the bag mean (value and
+gradient) beside what a user would write instead, at each combination of --bag_sizes, --n, --d and
+--v. It needs jax, numpy and this package, nothing else.
 """
 
 import argparse
@@ -19,12 +24,11 @@ import time
 import jax
 import numpy as np
 
-from tst_jax import config as config_lib
 from tst_jax.errors import UserError
-from tst_jax.train_step import init_state, key_data, make_train_step
+from tst_jax.kernels import bench as kernels_bench
 
 
-def load_config(path) -> config_lib.Config:
+def load_config(path):
     """get_config() of a config file. Runs the file, which is Python."""
     path = pathlib.Path(path)
     if not path.is_file():
@@ -35,7 +39,7 @@ def load_config(path) -> config_lib.Config:
     return module.get_config()
 
 
-def bench_step(config: config_lib.Config, bag_sizes, rounds: int) -> list[dict]:
+def bench_step(config, bag_sizes, rounds: int) -> list[dict]:
     """Time and memory of a training step at each bag size, beside the baseline's (bag size 1).
 
     Returns:
@@ -43,6 +47,10 @@ def bench_step(config: config_lib.Config, bag_sizes, rounds: int) -> list[dict]:
       the ratio within the round), positions_per_second, tokens_per_second, temp_bytes,
       compile_seconds.
     """
+    # Here, because they need flax and optax, which the other benchmark does without.
+    from tst_jax import config as config_lib
+    from tst_jax.train_step import init_state, key_data, make_train_step
+
     rng = np.random.default_rng(0)
     shapes = jax.eval_shape(lambda key: init_state(config, key), key_data(0))
     state = jax.jit(lambda key: init_state(config, key))(key_data(0))
@@ -82,34 +90,59 @@ def bench_step(config: config_lib.Config, bag_sizes, rounds: int) -> list[dict]:
     return results
 
 
-def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tst_jax.bench",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("what", choices=["step"])
-    parser.add_argument("--config", required=True, help="Python file with get_config()")
-    parser.add_argument("--bag_sizes", default="1,2,4,8,16", help="besides 1, the baseline")
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--json", help="file for the results")
-    options = parser.parse_args(argv)
-    try:
-        config = load_config(options.config)
-        config_lib.validate(config)
-        bag_sizes = [int(part) for part in options.bag_sizes.split(",")]
-        if min(bag_sizes) < 1 or options.rounds < 1:
-            raise UserError("--bag_sizes and --rounds start at 1")
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    results = bench_step(config, bag_sizes, options.rounds)
+def _step(options) -> list[dict]:
+    from tst_jax import config as config_lib
+
+    config = load_config(options.config)
+    config_lib.validate(config)
+    results = bench_step(config, options.bag_sizes, options.rounds)
     for line in results:
         print(
             f"s={line['bag_size']:<3} {1e3 * line['step_seconds_median']:8.2f} ms a step, "
             f"{line['ratio_to_baseline']:.3f} of the baseline's, "
             f"{line['tokens_per_second']:,.0f} tokens/s, {line['temp_bytes'] / 2**20:.1f} MiB"
         )
+    return results
+
+
+def _kernels(options) -> list[dict]:
+    return kernels_bench.run(kernels_bench.sizes(options), options)
+
+
+def _numbers(text: str) -> list[int]:
+    numbers = [int(part) for part in text.split(",")]
+    if min(numbers) < 1:
+        raise ValueError
+    return numbers
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tst_jax.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="what", required=True)
+    step = commands.add_parser("step", help="training steps of several bag sizes")
+    step.add_argument("--config", required=True, help="Python file with get_config()")
+    step.add_argument("--bag_sizes", type=_numbers, default="1,2,4,8,16", help="besides 1")
+    step.add_argument("--rounds", type=int, default=30)
+    step.set_defaults(run=_step)
+    kernels = commands.add_parser("kernels", help="loss and bag mean beside the alternatives")
+    kernels_bench.add_arguments(kernels, _numbers)
+    kernels.set_defaults(run=_kernels)
+    for command in (step, kernels):
+        command.add_argument("--json", help="file for the results")
+    options = parser.parse_args(argv)
+    try:
+        if options.rounds < 1:
+            raise UserError("--rounds starts at 1")
+        if options.json and not pathlib.Path(options.json).absolute().parent.is_dir():
+            raise UserError(f"--json: {options.json} lies in no folder that exists; make it first")
+        results = options.run(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     if options.json:
         pathlib.Path(options.json).write_text(json.dumps(results, indent=2) + "\n")
     return 0

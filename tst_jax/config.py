@@ -8,6 +8,7 @@ import dataclasses
 
 from tst_jax import schedule
 from tst_jax.errors import UserError
+from tst_jax.kernels import dispatch
 from tst_jax.models.transformer import ModelConfig
 from tst_jax.optimizer import OptimizerConfig
 from tst_jax.schedule import ScheduleConfig, TSTConfig
@@ -53,7 +54,8 @@ class Config:
     steps: int = 1000  # N, over both phases
     stop_after: int = -1  # end cleanly, with a checkpoint, once so many steps are done; -1: never
     log_every: int = 10  # steps between lines of metrics.jsonl
-    loss_chunk: int = 1024  # positions whose logits exist at a time
+    loss_chunk: int = 1024  # positions whose logits exist at a time, on each device
+    kernels: str = "auto"  # of bag mean and loss: auto, xla, pallas, interpret (kernels/README.md)
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     tst: TSTConfig = dataclasses.field(default_factory=TSTConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
@@ -64,7 +66,7 @@ class Config:
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
 
 
-HARMLESS = ("stop_after", "log_every", "data.store", "mesh", "eval", "checkpoint")
+HARMLESS = ("stop_after", "log_every", "kernels", "data.store", "mesh", "eval", "checkpoint")
 
 
 def stages(config: Config) -> list[schedule.Stage]:
@@ -100,6 +102,8 @@ def problems(config: Config) -> list[str]:
         found.append(
             f"stop_after is {config.stop_after}; give a step of 1 .. {config.steps} (steps), or -1"
         )
+    if config.kernels not in dispatch.CHOICES:
+        found.append(f"kernels is {config.kernels!r}; choose one of {', '.join(dispatch.CHOICES)}")
     if not config.data.store:
         found.append("data.store is empty; give the folder that tst_jax.prepare made")
     found += config.model.problems() + config.tst.problems() + config.optimizer.problems()

@@ -8,6 +8,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from tst_jax.kernels.dispatch import Kernels
+
 AXES = ("data", "fsdp", "tensor")
 RULES = {
     "batch": ("data", "fsdp"),
@@ -61,6 +63,19 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Rows of a batch over the devices."""
     return NamedSharding(mesh, PartitionSpec(RULES["batch"]))
+
+
+def kernels_on(mesh: Mesh | None, choice: str) -> Kernels:
+    """The kernels of `choice` for tables and batches that lie on the mesh as RULES says."""
+    if mesh is None:
+        return Kernels(choice)
+
+    def axes(name):
+        rule = RULES[name]
+        names = (rule,) if isinstance(rule, str) else rule
+        return tuple(axis for axis in names if mesh.shape[axis] > 1)
+
+    return Kernels(choice, mesh, axes("batch"), axes("vocab"), axes("embed"))
 
 
 def param_shardings(params, mesh: Mesh):

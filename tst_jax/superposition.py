@@ -19,6 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tst_jax.kernels import bag_mean, linear_cross_entropy
+from tst_jax.kernels.dispatch import Kernels
+
 MODES = ("full", "input", "output")
 OBJECTIVES = ("mce", "mass", "bce", "hinge")
 WEIGHTS = ("uniform", "power", "exponential", "first", "fitted")
@@ -86,7 +89,7 @@ def split_rows(tokens_BxT, bag_size: int, mode: str = "full"):
 # --- Input: the bag mean -----------------------------------------------------------------------
 
 
-def embed_bags(table_VxD, tokens_BxLxS, mask_BxLxS=None, dtype=None):
+def embed_bags(table_VxD, tokens_BxLxS, mask_BxLxS=None, dtype=None, kernels=Kernels()):
     """Mean of the embeddings of a bag's tokens (section 3.1, rules 5 and 6).
 
     Summed in float32, divided by the number of valid tokens, then cast. A bag without a valid token
@@ -97,11 +100,13 @@ def embed_bags(table_VxD, tokens_BxLxS, mask_BxLxS=None, dtype=None):
       tokens_BxLxS: int ids in [0, V); any leading dimensions.
       mask_BxLxS: bool, False for a pad; None means that all are valid. Ids of pads are not read.
       dtype: of the result; None keeps the table's.
+      kernels: which implementation sums, and how the arrays lie on a mesh; see `Kernels`.
     Returns:
       [B, L, D].
     """
     mask_BxLxS = _checked_mask(mask_BxLxS, tokens_BxLxS)
-    mean = _bag_sum(table_VxD, jnp.where(mask_BxLxS, tokens_BxLxS, 0), mask_BxLxS)
+    tokens_BxLxS = jnp.where(mask_BxLxS, tokens_BxLxS, 0)
+    mean = bag_mean.bag_sum(table_VxD, tokens_BxLxS, mask_BxLxS, kernels)
     if tokens_BxLxS.shape[-1] > 1:
         mean = mean / jnp.maximum(mask_BxLxS.sum(-1, keepdims=True), 1)
     return mean.astype(dtype or table_VxD.dtype)
@@ -113,35 +118,6 @@ def _checked_mask(mask, tokens):
     if mask.shape != tokens.shape:
         raise ValueError(f"mask {mask.shape} for tokens {tokens.shape}; give one value a token")
     return mask.astype(bool)
-
-
-@jax.custom_vjp
-def _bag_sum(table_VxD, tokens, mask):
-    """Sum of a bag's valid rows in float32, a slot at a time: no [B, L, S, D] array."""
-
-    def slot(i):
-        return jnp.where(mask[..., i, None], table_VxD[tokens[..., i]].astype(jnp.float32), 0)
-
-    total = slot(0)
-    for i in range(1, tokens.shape[-1]):
-        total = total + slot(i)
-    return total
-
-
-def _bag_sum_forward(table_VxD, tokens, mask):
-    # An array of no elements carries the table's shape and dtype to the backward pass.
-    return _bag_sum(table_VxD, tokens, mask), (table_VxD[:, :0], tokens, mask)
-
-
-def _bag_sum_backward(residuals, d_total):
-    like, tokens, mask = residuals
-    d_table = jnp.zeros((like.shape[0], d_total.shape[-1]), jnp.float32)
-    for i in range(tokens.shape[-1]):  # one accumulator for all slots, so memory is free of s
-        d_table = d_table.at[tokens[..., i]].add(jnp.where(mask[..., i, None], d_total, 0))
-    return d_table.astype(like.dtype), None, None
-
-
-_bag_sum.defvjp(_bag_sum_forward, _bag_sum_backward)
 
 
 # --- Output: multi-hot cross-entropy and its variants ------------------------------------------
@@ -178,6 +154,7 @@ def bag_loss(
     weights_S=None,
     objective: str = "mce",
     chunk: int = 1024,
+    kernels: Kernels = Kernels(),
 ):
     """Loss of predicting each position's target bag, as a numerator and a denominator (rule 8).
 
@@ -202,7 +179,8 @@ def bag_loss(
       mask_BxLxS: bool, False for a target that does not count; None means that all count.
       weights_S: float [S], e.g. from `slot_weights`; None is uniform.
       objective: one of OBJECTIVES.
-      chunk: positions at a time, over all rows; at least one of each row.
+      chunk: positions at a time, over all rows; at least one of each row. On a mesh: per device.
+      kernels: which implementation runs mce and mass, and how arrays lie on a mesh; see `Kernels`.
     Returns:
       (loss_sum, weight_sum), float32 scalars; loss_sum in nats.
     """
@@ -225,110 +203,26 @@ def bag_loss(
         weights = weights / weights.max()
     slots_BxLxS = jnp.where(mask_BxLxS, weights, 0)  # w_i m_i
 
-    # Chunks run along the positions of a row and hold every row, so that a batch sharded by rows
-    # stays where it is. The last chunk is filled up with positions that count nothing.
-    as_rows = (lambda x: x) if hidden_BxLxD.ndim == 3 else (lambda x: x[None])
-    arrays = [as_rows(x) for x in (hidden_BxLxD, targets_BxLxS, slots_BxLxS)]
-    rows, positions, _ = arrays[0].shape
-    width = min(positions, max(1, chunk // rows))
-    fill = -positions % width
-
-    def split(x):  # [B, L, X] -> [chunks, B, width, X]
-        x = jnp.pad(x, ((0, 0), (0, fill), (0, 0)))
-        return jnp.moveaxis(x.reshape(rows, -1, width, x.shape[-1]), 1, 0)
-
-    chunks = tuple(split(x) for x in arrays)
-    if objective == "mce":
-        loss_sum = _mce_sum(head_VxD, *chunks)
+    if hidden_BxLxD.ndim == 2:  # positions are then what a mesh shares out
+        at = 0 if kernels.mesh is None else 1
+        arrays = [jnp.expand_dims(x, at) for x in (hidden_BxLxD, targets_BxLxS, slots_BxLxS)]
     else:
-        loss_sum = _objective_sum(_POSITION_LOSS[objective], head_VxD, *chunks)
+        arrays = [hidden_BxLxD, targets_BxLxS, slots_BxLxS]
+    if objective in linear_cross_entropy.OBJECTIVES:
+        loss_sum = linear_cross_entropy.cross_entropy_sum(
+            head_VxD, *arrays, objective, chunk, kernels
+        )
+    else:
+        loss_sum = _objective_sum(_POSITION_LOSS[objective], head_VxD, *arrays, chunk)
     if objective in ("mce", "hinge"):
         return loss_sum, slots_BxLxS.sum()
     return loss_sum, (slots_BxLxS > 0).any(-1).sum().astype(jnp.float32)
-
-
-def _logits(hidden_NxD, head_VxD):
-    return jax.lax.dot_general(
-        hidden_NxD, head_VxD, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-    )
-
-
-def _flat(x):  # [B, width, X] -> [N, X]
-    return x.reshape(-1, x.shape[-1])
-
-
-def _mce_terms(hidden_NxD, head_VxD, targets_NxS, slots_NxS):
-    """One chunk: the loss summed, and the parts that its gradient is made of."""
-    z_NxV = _logits(hidden_NxD, head_VxD)
-    peak_Nx1 = z_NxV.max(-1, keepdims=True)
-    exp_NxV = jnp.exp(z_NxV - peak_Nx1)
-    norm_Nx1 = exp_NxV.sum(-1, keepdims=True)
-    logsumexp_N = (jnp.log(norm_Nx1) + peak_Nx1)[:, 0]  # one for all s targets (rule 9)
-    positive_N = (jnp.take_along_axis(z_NxV, targets_NxS, axis=1) * slots_NxS).sum(-1)
-    weight_N = slots_NxS.sum(-1)
-    return (logsumexp_N * weight_N - positive_N).sum(), exp_NxV, norm_Nx1, weight_N[:, None]
-
-
-@jax.custom_vjp
-def _mce_sum(head_VxD, hidden, targets, slots):
-    """Sum of the MCE over chunks [C, B, width, X]: no gradient wanted, none computed."""
-    head = head_VxD.astype(hidden.dtype)
-
-    def body(total, chunk):
-        h, y, w = (_flat(x) for x in chunk)
-        return total + _mce_terms(h, head, y, w)[0], None
-
-    return jax.lax.scan(body, jnp.float32(0), (hidden, targets, slots))[0]
-
-
-def _mce_forward(head_VxD, hidden, targets, slots):
-    """Value and gradients in one pass: three matmuls, and nothing recomputed for the backward.
-
-    The loss is a scalar, so its gradients need only be scaled by the cotangent later on. With one
-    chunk every operation is the one that differentiating logsumexp(z) - z[y] would run, which
-    makes s = 1 equal to ordinary cross-entropy bit for bit (rule 10).
-    """
-    head = head_VxD.astype(hidden.dtype)
-
-    def body(d_head, chunk):
-        h, y, w = (_flat(x) for x in chunk)
-        loss, exp_NxV, norm_Nx1, weight_Nx1 = _mce_terms(h, head, y, w)
-        rows = jnp.arange(h.shape[0])[:, None]
-        d_z = (exp_NxV * (weight_Nx1 / norm_Nx1)).at[rows, y].add(-w)  # add: a bag is a multiset
-        d_z = d_z.astype(head.dtype)
-        d_h = jnp.dot(d_z, head, preferred_element_type=jnp.float32).astype(h.dtype)
-        d_head_part = jax.lax.dot_general(
-            d_z, h, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
-        )
-        return d_head + d_head_part, (loss, d_h.reshape(chunk[0].shape))
-
-    start = jnp.zeros(head_VxD.shape, jnp.float32)
-    d_head, (loss, d_hidden) = jax.lax.scan(body, start, (hidden, targets, slots))
-    return loss.sum(), (d_head.astype(head_VxD.dtype), d_hidden)
-
-
-def _mce_backward(gradients, cotangent):
-    d_head, d_hidden = gradients
-    scale = lambda g: (g.astype(jnp.float32) * cotangent).astype(g.dtype)
-    return scale(d_head), scale(d_hidden), None, None
-
-
-_mce_sum.defvjp(_mce_forward, _mce_backward)
 
 
 def _repeats(targets, mask):
     """bool [..., S]: True where an earlier valid slot of the bag holds the same token."""
     same = (targets[..., :, None] == targets[..., None, :]) & mask[..., None, :]
     return (same & np.tri(targets.shape[-1], k=-1, dtype=bool)).any(-1)
-
-
-def _mass(z_NxV, targets_NxS, slots_NxS):
-    counts = (slots_NxS > 0).any(-1)
-    picked = jnp.take_along_axis(z_NxV, targets_NxS, axis=1)
-    log_slots = jnp.log(jnp.where(slots_NxS > 0, slots_NxS, 1))
-    weighted = jnp.where(slots_NxS > 0, picked + log_slots, -jnp.inf)
-    weighted = jnp.where(counts[:, None], weighted, 0)  # an empty bag keeps a finite gradient
-    return counts * (jax.nn.logsumexp(z_NxV, axis=-1) - jax.nn.logsumexp(weighted, axis=-1))
 
 
 def _bce(z_NxV, targets_NxS, slots_NxS):
@@ -345,16 +239,20 @@ def _hinge(z_NxV, targets_NxS, slots_NxS):
     return (slots_NxS * jnp.maximum(margins, 0)).sum(-1)
 
 
-_POSITION_LOSS = {"mass": _mass, "bce": _bce, "hinge": _hinge}
+_POSITION_LOSS = {"bce": _bce, "hinge": _hinge}
 
 
-def _objective_sum(position_loss, head_VxD, hidden, targets, slots):
-    """Sum over chunks of an objective that has no hand-written gradient; logits are recomputed."""
+def _objective_sum(position_loss, head_VxD, hidden, targets, slots, chunk):
+    """Sum of an objective that needs more of the logits than their logsumexp.
+
+    No hand-written gradient: the logits of a chunk are computed again for it.
+    """
     head = head_VxD.astype(hidden.dtype)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def body(total, chunk):
-        h, y, w = (_flat(x) for x in chunk)
-        return total + position_loss(_logits(h, head), y, w).sum(), None
+        h, y, w = chunk
+        return total + position_loss(linear_cross_entropy.logits(h, head), y, w).sum(), None
 
-    return jax.lax.scan(body, jnp.float32(0), (hidden, targets, slots))[0]
+    chunks = linear_cross_entropy.split((hidden, targets, slots), chunk)
+    return jax.lax.scan(body, jnp.float32(0), chunks)[0]

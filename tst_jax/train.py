@@ -25,6 +25,7 @@ from tst_jax.config import Config, ConfigError
 from tst_jax.data import pipeline
 from tst_jax.data.store import open_store
 from tst_jax.errors import UserError
+from tst_jax.kernels import dispatch
 from tst_jax.train_step import (
     at_switch,
     init_state,
@@ -78,6 +79,9 @@ def train(config: Config, workdir, title: str = "train") -> None:
         shapes, shardings = state_shardings(config, mesh)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    found = dispatch.problem(config.kernels, list(mesh.devices.flat), config.model.dtype)
+    if found:
+        raise ConfigError(found)
     _check_rows_divide(config, stages, mesh)
     checkpoints = _open_workdir(config, stages, workdir)
 
@@ -200,13 +204,13 @@ def _compile(config, stages, mesh, shapes, shardings, step, last) -> Programs:
     for index, stage in enumerate(stages):
         if stage.stop > step and stage.start < last:
             lowered[index] = jax.jit(
-                make_train_step(config, stage),
+                make_train_step(config, stage, mesh),
                 in_shardings=(shardings, batch),
                 out_shardings=(shardings, whole),
                 donate_argnums=0,
             ).lower(shapes, int32(stage.rows, stage.row_tokens))
     lowered["evaluate"] = jax.jit(
-        make_eval_step(config), in_shardings=(shardings.params, batch), out_shardings=whole
+        make_eval_step(config, mesh), in_shardings=(shardings.params, batch), out_shardings=whole
     ).lower(shapes.params, int32(config.eval.rows, config.data.positions + 1))
     if step == 0:
         lowered["init"] = jax.jit(

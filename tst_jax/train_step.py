@@ -64,34 +64,29 @@ def at_switch(config: Config, state: TrainState) -> TrainState:
     return dataclasses.replace(state, params=params, opt_state=opt_state)
 
 
-def stage_loss(config: Config, stage: schedule.Stage, params: Transformer, tokens_BxT):
+def stage_loss(config: Config, stage: schedule.Stage, params: Transformer, tokens_BxT, mesh=None):
     """(numerator, denominator) of the stage's loss over rows of int32 tokens [B, T] (rule 8)."""
+    kernels = sharding.kernels_on(mesh, config.kernels)
     inputs, targets = superposition.split_rows(tokens_BxT, stage.bag_size, stage.mode)
-    hidden = params.body(params.embed(inputs))
-    if stage.bag_size == 1:
-        return superposition.bag_loss(hidden, params.head, targets, chunk=config.loss_chunk)
-    tst = config.tst
-    weights = superposition.slot_weights(tst.weights, targets.shape[-1])
-    return superposition.bag_loss(
-        hidden,
-        params.head,
-        targets,
-        weights_S=weights,
-        objective=tst.objective,
-        chunk=config.loss_chunk,
-    )
+    hidden = params.body(params.embed(inputs, kernels=kernels))
+    options = dict(chunk=config.loss_chunk, kernels=kernels)
+    if stage.bag_size > 1:
+        options["weights_S"] = superposition.slot_weights(config.tst.weights, targets.shape[-1])
+        options["objective"] = config.tst.objective
+    return superposition.bag_loss(hidden, params.head, targets, **options)
 
 
-def make_train_step(config: Config, stage: schedule.Stage):
+def make_train_step(config: Config, stage: schedule.Stage, mesh=None):
     """`train_step(state, tokens_BxT) -> (state, metrics)` for the steps of `stage`.
 
     Pure. `metrics` are float32 scalars: loss (the raw value, rule 11), grad_norm (before clipping)
-    and lr. For `bag_size = 1` nothing of TST is in the program (rule 16).
+    and lr. For `bag_size = 1` nothing of TST is in the program (rule 16). Without the mesh, bag
+    mean and loss are left to automatic sharding.
     """
 
     def train_step(state: TrainState, tokens_BxT):
         def mean_loss(params):
-            loss_sum, weight_sum = stage_loss(config, stage, params, tokens_BxT)
+            loss_sum, weight_sum = stage_loss(config, stage, params, tokens_BxT, mesh)
             return loss_sum / weight_sum
 
         loss, grads = jax.value_and_grad(mean_loss)(state.params)
@@ -105,12 +100,15 @@ def make_train_step(config: Config, stage: schedule.Stage):
     return train_step
 
 
-def make_eval_step(config: Config):
+def make_eval_step(config: Config, mesh=None):
     """`eval_step(params, tokens_BxT) -> (nats, tokens)`: the next-token loss of rows (rule 11)."""
+    kernels = sharding.kernels_on(mesh, config.kernels)
 
     def eval_step(params: Transformer, tokens_BxT):
         inputs, targets = superposition.split_rows(tokens_BxT, 1)
-        hidden = params.body(params.embed(inputs))
-        return superposition.bag_loss(hidden, params.head, targets, chunk=config.loss_chunk)
+        hidden = params.body(params.embed(inputs, kernels=kernels))
+        return superposition.bag_loss(
+            hidden, params.head, targets, chunk=config.loss_chunk, kernels=kernels
+        )
 
     return eval_step

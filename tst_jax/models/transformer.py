@@ -21,6 +21,7 @@ import numpy as np
 from flax import nnx
 
 from tst_jax import superposition
+from tst_jax.kernels.dispatch import Kernels
 
 DTYPES = ("float32", "bfloat16")
 REMAT = ("none", "dots", "full")
@@ -150,10 +151,10 @@ class Transformer(nnx.Module):
         if not cfg.tied:
             self.output = _table(nnx.Rngs(params=head_key), cfg)
 
-    def embed(self, tokens_BxLxS, mask_BxLxS=None):
+    def embed(self, tokens_BxLxS, mask_BxLxS=None, kernels=Kernels()):
         """Bags of token ids -> hidden_BxLxD in the compute dtype: the mean of each bag."""
-        dtype = jnp.dtype(self.cfg.dtype)
-        return superposition.embed_bags(self.embedding[...], tokens_BxLxS, mask_BxLxS, dtype)
+        table, dtype = self.embedding[...], jnp.dtype(self.cfg.dtype)
+        return superposition.embed_bags(table, tokens_BxLxS, mask_BxLxS, dtype, kernels)
 
     def body(self, hidden_BxLxD, cache=None, at=0):
         """The layers and the final norm; causal, at positions `at .. at + L - 1`.

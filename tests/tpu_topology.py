@@ -1,0 +1,51 @@
+"""Compiles for a TPU without one: the compiler is in libtpu, and a topology says what to aim at.
+
+Import this before anything that loads libtpu. The four topologies are the smallest that every
+libtpu accepts (one host of four chips); a program is compiled for the first device of one.
+"""
+
+import functools
+import importlib.util
+import math
+import os
+
+# libtpu asks a metadata server and other hosts about itself unless it is told.
+for _name, _value in {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+from jax.experimental import topologies  # noqa: E402
+
+TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+
+
+@functools.cache
+def one_device(generation):
+    """Sharding that puts an array on one device of a generation; skips a test without libtpu."""
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu is not installed; it holds the compiler for TPUs")
+    devices = topologies.get_topology_desc(TOPOLOGIES[generation], platform="tpu").devices
+    mesh = jax.sharding.Mesh(np.array(devices[:1]), ("device",))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+
+def compile_for(generation, function, *shapes):
+    """The compiled program of `function` for arguments of these `jax.ShapeDtypeStruct`s."""
+    on_device = one_device(generation)
+    jitted = jax.jit(function, in_shardings=on_device, out_shardings=on_device)
+    lowered = jitted.trace(*shapes).lower(lowering_platforms=("tpu",))
+    # Without a device, no program can be read back from jax's persistent cache: write none.
+    option = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, option)
+    jax.config.update(option, math.inf)
+    try:
+        return lowered.compile()
+    finally:
+        jax.config.update(option, before)
