@@ -7,6 +7,7 @@ the bag size (rules 7, 8, 9).
 """
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -18,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tpu_topology import chips, compile_for
 
 from tst_jax import config as config_lib
 from tst_jax import sharding, superposition
@@ -36,6 +38,7 @@ MESHES = {
     "tensor": dict(data=1, tensor=8),
     "all axes": dict(data=2, fsdp=2, tensor=2),
 }
+FAST = {"xla_backend_optimization_level": 0}  # to compile
 COLLECTIVES = ("psum", "pmax", "all_gather", "reduce_scatter", "all_to_all", "ppermute")
 
 
@@ -68,6 +71,10 @@ def largest_difference(got, want):
     return max(float(np.abs(a - np.asarray(b)).max() / np.abs(b).max()) for a, b in pairs)
 
 
+def compiled(function, *arrays):
+    return jax.jit(function).lower(*arrays).compile(FAST)
+
+
 def collectives(jaxpr, times=1):
     """[kind, shape] of every collective of a device, as often as it runs."""
     found = []
@@ -87,30 +94,33 @@ def collectives(jaxpr, times=1):
 
 def main():
     report = {}
+    alone = functools.cache(
+        lambda objective: compiled(both_operations(Kernels("xla"), objective), *problem(3))(
+            *problem(3)
+        )
+    )
     for name, sizes in MESHES.items():
         for objective in superposition.OBJECTIVES if name == "all axes" else ("mce", "mass"):
             arrays = problem(3)
             mesh = sharding.make_mesh(MeshConfig(**sizes))
-            want = jax.jit(both_operations(Kernels("xla"), objective))(*arrays)
+            want = alone(objective)
             on_mesh = both_operations(sharding.kernels_on(mesh, "xla"), objective)
-            compiled = jax.jit(on_mesh).lower(*arrays).compile()
-            report[f"{name} {objective}"] = largest_difference(compiled(*arrays), want)
+            got = compiled(on_mesh, *arrays)(*arrays)
+            report[f"{name} {objective}"] = largest_difference(got, want)
         for bag_size in (1, 16):
             arrays = problem(bag_size)
             on_mesh = both_operations(sharding.kernels_on(mesh, "xla"))
             found = collectives(jax.make_jaxpr(on_mesh)(*arrays).jaxpr)
             report[f"{name} traffic of {bag_size}"] = sorted(found)
-            text = jax.jit(on_mesh).lower(*arrays).compile().as_text()
+            text = compiled(on_mesh, *arrays).as_text()
             kinds = ("all-reduce(", "all-gather(", "reduce-scatter(", "all-to-all(", "permute(")
             report[f"{name} compiled, {bag_size}"] = {kind: text.count(kind) for kind in kinds}
     # The interpreter needs a core for each device.
     mesh = sharding.make_mesh(
         MeshConfig(data=1, tensor=-1), jax.devices()[: min(2, os.cpu_count())]
     )
-    arrays = problem(3)
-    want = jax.jit(both_operations(Kernels("xla")))(*arrays)
-    got = jax.jit(both_operations(sharding.kernels_on(mesh, "interpret")))(*arrays)
-    report["interpreted"] = largest_difference(got, want)
+    got = jax.jit(both_operations(sharding.kernels_on(mesh, "interpret")))(*problem(3))
+    report["interpreted"] = largest_difference(got, alone("mce"))
     print(json.dumps(report))
 
 
@@ -232,6 +242,49 @@ def test_bag_mean_holds_no_array_of_all_slots():
     assert used < size.n * size.bag_size * size.d * 4 / 2
 
 
+# ---- compiled for TPUs
+
+
+def test_loss_of_a_large_vocabulary_fits_a_v5e():
+    """At most 1.5 GB beside inputs and gradients; whole float32 logits (8.4 GB) do not fit.
+
+    Of the peak, because newer compilers count what shares a gradient's place as temporary too.
+    """
+    size = bench.Size(16, n=16384, d=2048, v=128256, dtype="bfloat16")
+    hidden, head, targets = jax.eval_shape(lambda: bench.arrays(size))
+    head = jax.ShapeDtypeStruct(head.shape, jnp.bfloat16)
+    loss = jax.value_and_grad(bench.ours(512, "xla"), (0, 1))
+    memory = compile_for("v5e", loss, hidden, head, targets).memory_analysis()
+    others = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    assert memory.peak_memory_in_bytes - others <= 1.5e9
+    whole = jax.value_and_grad(bench.one_logsumexp, (0, 1))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        compile_for("v5e", whole, hidden, head, targets)
+
+
+def test_pallas_kernels_compile_on_a_mesh():
+    """Four chips, tables sharded both ways: Mosaic kernels, and no traffic but our own."""
+    mesh = sharding.make_mesh(MeshConfig(data=1, fsdp=2, tensor=2), chips("v5e"))
+    programs = {}
+    for choice in ("xla", "pallas"):
+        kernels = sharding.kernels_on(mesh, choice)
+        rows, table = (jax.NamedSharding(mesh, spec) for spec in (kernels.rows, kernels.table))
+        array = jax.ShapeDtypeStruct
+        programs[choice] = compile_for(
+            "v5e",
+            both_operations(kernels, chunk=1024),
+            array((32768, 1024), jnp.float32, sharding=table),
+            array((32768, 1024), jnp.float32, sharding=table),
+            array((8, 512, 1024), jnp.bfloat16, sharding=rows),
+            array((8, 512, 4), jnp.int32, sharding=rows),
+            array((8, 512, 4), jnp.bool, sharding=rows),
+        ).as_text()
+    assert programs["pallas"].count('custom_call_target="tpu_custom_call"') == 4
+    assert "tpu_custom_call" not in programs["xla"]
+    for kind in ("all-to-all", "collective-permute"):
+        assert kind not in programs["pallas"] + programs["xla"]
+
+
 # ---- the choice of a path
 
 
@@ -305,20 +358,19 @@ def test_wrong_kernels_are_refused_before_anything_is_written(config, tmp_path):
 
 def test_training_step_with_interpreted_kernels(config):
     """Both phases take the path that the config names, to the same loss and gradient."""
+    state = compiled(functools.partial(init_state, config), key_data(0))(key_data(0))
     for stage in config_lib.stages(config):
-        rows = np.random.default_rng(0).integers(
-            0, config.model.vocab_size, (stage.rows, stage.row_tokens)
-        )
-        metrics = {}
+        shape = (stage.rows, stage.row_tokens)
+        rows = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, np.int32)
+        metrics, programs = {}, {}
         for choice in ("xla", "interpret"):
             chosen = dataclasses.replace(config, kernels=choice)
-            state = jax.jit(lambda key: init_state(config, key))(key_data(0))
-            step = jax.jit(make_train_step(chosen, stage))
-            metrics[choice] = step(state, jnp.asarray(rows, jnp.int32))[1]
+            programs[choice] = jax.jit(make_train_step(chosen, stage)).lower(state, rows)
+            metrics[choice] = programs[choice].compile(FAST)(state, rows)[1]
         for name, value in metrics["xla"].items():
             np.testing.assert_allclose(metrics["interpret"][name], value, rtol=1e-5, err_msg=name)
-        custom = step.lower(state, jnp.asarray(rows, jnp.int32)).as_text()
-        assert "callback" in custom  # the interpreter, not XLA's path under another name
+        # The interpreter, and not XLA's path under another name.
+        assert ["callback" in x.as_text() for x in programs.values()] == [False, True]
 
 
 if __name__ == "__main__":

@@ -24,7 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tst_jax.kernels import bench
+from tst_jax.kernels.dispatch import Kernels
 from tst_jax.kernels.logsumexp_gpu import logsumexp
+from tst_jax.superposition import bag_loss
 
 ARCHS = ("hopper", "blackwell")
 each_arch = pytest.mark.parametrize("arch", ARCHS)
@@ -225,6 +228,22 @@ def compile_for(target):
             "temporaries": compiled.memory_analysis().temp_size_in_bytes,
         }
         print("\n" + json.dumps(found), flush=True)
+    for choice in ("xla", "pallas"):
+        kernels = Kernels(choice, mesh)
+        size = bench.Size(16, n=16384, d=2048, v=128256, dtype="bfloat16")
+        arrays = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
+            for x in jax.eval_shape(lambda size=size: bench.arrays(size))
+        ]
+        loss = lambda *arrays, kernels=kernels: bag_loss(*arrays, kernels=kernels)[0]
+        with jax.set_mesh(mesh):
+            compiled = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*arrays).compile()
+        found = {
+            "loss": choice,
+            "custom_call": 'custom_call_target="mosaic_gpu' in compiled.as_text(),
+            "temporaries": compiled.memory_analysis().temp_size_in_bytes,
+        }
+        print("\n" + json.dumps(found), flush=True)
 
 
 def compiler_is_missing():
@@ -260,9 +279,14 @@ def test_the_kernel_compiles_for_a_gpu_and_keeps_no_logits(target):
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"shape')]
     assert [tuple(result["shape"]) for result in results] == SHAPES
 
+    # The whole loss with its gradients: whole float32 logits alone would take 8.4 GB.
+    losses = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"loss')]
+    assert [(x["loss"], x["custom_call"]) for x in losses] == [("xla", False), ("pallas", True)]
+    assert max(x["temporaries"] for x in losses) < 2e9, losses
+
     arch, (major, _), _, _ = TARGETS[target]
     entry = f"entry function 'logsumexp_{arch}_mosaic_gpu_kernel' for 'sm_{major}0a'"
-    assert (done.stdout + done.stderr).count(entry) == len(SHAPES)
+    assert (done.stdout + done.stderr).count(entry) == len(SHAPES) + 1
     for (positions, width, vocab), result in zip(SHAPES, results):
         assert result["custom_call"], result
         rows = -(-positions // 256) * 256

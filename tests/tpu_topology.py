@@ -1,7 +1,7 @@
 """Compiles for a TPU without one: the compiler is in libtpu, and a topology says what to aim at.
 
 Import this before anything that loads libtpu. The four topologies are the smallest that every
-libtpu accepts (one host of four chips); a program is compiled for the first device of one.
+libtpu accepts (one host of four chips); a program is compiled for the first of them, or for all.
 """
 
 import functools
@@ -27,19 +27,23 @@ TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "
 
 
 @functools.cache
-def one_device(generation):
-    """Sharding that puts an array on one device of a generation; skips a test without libtpu."""
+def chips(generation):
+    """The devices of one host of a generation; skips a test without libtpu."""
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("libtpu is not installed; it holds the compiler for TPUs")
-    devices = topologies.get_topology_desc(TOPOLOGIES[generation], platform="tpu").devices
-    mesh = jax.sharding.Mesh(np.array(devices[:1]), ("device",))
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return topologies.get_topology_desc(TOPOLOGIES[generation], platform="tpu").devices
 
 
 def compile_for(generation, function, *shapes):
-    """The compiled program of `function` for arguments of these `jax.ShapeDtypeStruct`s."""
-    on_device = one_device(generation)
-    jitted = jax.jit(function, in_shardings=on_device, out_shardings=on_device)
+    """The compiled program of `function` for arguments of these `jax.ShapeDtypeStruct`s.
+
+    It is for one device, unless the shapes carry shardings.
+    """
+    jitted = jax.jit(function)
+    if all(shape.sharding is None for shape in shapes):
+        mesh = jax.sharding.Mesh(np.array(chips(generation)[:1]), ("device",))
+        on_device = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        jitted = jax.jit(function, in_shardings=on_device, out_shardings=on_device)
     lowered = jitted.trace(*shapes).lower(lowering_platforms=("tpu",))
     # Without a device, no program can be read back from jax's persistent cache: write none.
     option = "jax_persistent_cache_min_compile_time_secs"

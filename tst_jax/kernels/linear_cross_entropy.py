@@ -216,17 +216,16 @@ def _by_chunks(how, head_VxD, hidden, targets, slots, totals):
         if not gradients:
             return d_head, (loss.sum(),)
         d_h, d_head_part = _softmax_gradients(z_NxV, h, head_VxD, top, c / norm)
-        d_h = d_h - bag
+        d_h, d_head = d_h - bag, _scatter(d_head + d_head_part, h, y, q)
         # What other devices have yet to add stays in float32.
-        return d_head + d_head_part, (loss.sum(), d_h if axes else d_h.astype(h.dtype), q)
+        return d_head, (loss.sum(), d_h if axes else d_h.astype(h.dtype))
 
     start = jnp.zeros(head_VxD.shape, jnp.float32) if gradients else None
     arrays = split((hidden, targets, slots, totals[..., None]), chunk)
-    d_head, (loss, *rest) = jax.lax.scan(body, start, arrays)
+    d_head, (loss, *d_h) = jax.lax.scan(body, start, arrays)
     if not gradients:
         return (loss.sum(),)
-    d_hidden, q = (_join(x, *hidden.shape[:2]) for x in rest)
-    return loss.sum(), _scatter(d_head, _flat(hidden), _flat(targets), _flat(q)), d_hidden
+    return loss.sum(), d_head, _join(*d_h, *hidden.shape[:2])
 
 
 # --- Pallas: the logits never leave the chip ----------------------------------------------------
