@@ -1,8 +1,18 @@
-"""The step benchmark measures what it says: same positions, s times the tokens, no data needed."""
+"""The benchmarks measure what they say: same positions or same arrays, no data needed."""
 
+import json
+import math
+import types
+
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tst_jax import bench
+from tst_jax.errors import UserError
+from tst_jax.kernels import bench as kernels_bench
+
+SIZE = kernels_bench.Size(3, n=32, d=16, v=100, dtype="float32")
 
 
 def test_bench_step(config):
@@ -17,7 +27,83 @@ def test_bench_step(config):
         assert line["temp_bytes"] > 0 and line["compile_seconds"] > 0
 
 
+def test_bench_kernels_writes_one_object_a_case_and_size(tmp_path, capsys):
+    file = tmp_path / "kernels.json"
+    small = ["--n=32", "--d=16", "--v=100", "--bag_sizes=1,3", "--chunks=8,16", "--rounds=2"]
+    assert bench.main(["kernels", "--check", *small, f"--json={file}"]) == 0
+    results = json.loads(file.read_text())
+    losses = ["paper_style", "one_logsumexp", "ours", "ours_chunk_16"]
+    names = [*losses, "bag_gathered", "bag_ours", "matmul"]
+    assert [(x["bag_size"], x["name"]) for x in results] == [(s, n) for s in (1, 3) for n in names]
+    for line in results:
+        assert (line["n"], line["d"], line["v"], line["dtype"]) == (32, 16, 100, "float32")
+        assert line["seconds"] > 0 and (line["temp_bytes"] > 0 or line["name"] == "matmul")
+        assert "tflops" not in line  # nothing is claimed of an accelerator here
+    printed = capsys.readouterr().out
+    assert printed.count("check xla") == 2 and printed.count("paper_style") > 4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_compared_computes_the_same(dtype):
+    """Otherwise a time beside another says nothing; values and gradients."""
+    size = kernels_bench.Size(3, n=32, d=16, v=100, dtype=dtype)
+    found = {
+        name: function(*arrays)
+        for name, (function, arrays) in kernels_bench.cases(size, [8, 32]).items()
+    }
+    for name, (value, gradients) in ((k, v) for k, v in found.items() if k != "matmul"):
+        base = found["bag_gathered" if name.startswith("bag") else "paper_style"]
+        for a, b in zip((value, *_tuple(gradients)), (base[0], *_tuple(base[1])), strict=True):
+            a, b = (np.asarray(x, np.float64) for x in (a, b))
+            limit = 1e-5 if dtype == "float32" else 1e-2
+            assert np.abs(a - b).max() <= limit * np.abs(b).max(), name
+    hidden, head, _ = kernels_bench.arrays(size)
+    assert found["matmul"].shape == (32, 100) and found["matmul"].dtype == hidden.dtype
+
+
+def _tuple(x):
+    return x if isinstance(x, tuple) else (x,)
+
+
+def test_the_check_is_against_float64_and_fails():
+    """Uniform logits give log V (rule 10), and a wrong loss is not let through."""
+    hidden, head, targets = kernels_bench.arrays(SIZE)
+    loss, d_hidden, d_head = kernels_bench.reference(hidden * 0, head, targets)
+    assert loss == pytest.approx(math.log(SIZE.v)) and d_head.shape == head.shape
+    assert not d_head.any() and d_hidden.any()
+    broken = lambda chunk, choice: lambda h, e, y: jnp.float32(1.001) * (h @ e.T).sum()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels_bench, "ours", broken)
+        with pytest.raises(UserError, match="off float64"):
+            kernels_bench.check(SIZE)
+    kernels_bench.check(SIZE)
+
+
+def test_a_refused_case_is_kept_and_a_limit_is_said(monkeypatch, capsys):
+    """What does not fit has no seconds but a reason; other cases of the size go on."""
+    from jax.errors import JaxRuntimeError
+
+    def refused(*arrays):
+        raise JaxRuntimeError("RESOURCE_EXHAUSTED: too large\nmore")
+
+    options = types.SimpleNamespace(rounds=1, chunks=[8], check=False, limit_s=math.inf)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels_bench, "paper_style", refused)
+        results = kernels_bench.run([SIZE], options)
+    assert results[0]["seconds"] is None and "too large" in results[0]["refused"]
+    assert all(x["seconds"] > 0 for x in results[1:])
+    assert "refused: RESOURCE_EXHAUSTED: too large" in capsys.readouterr().out
+    options.limit_s = -1
+    assert kernels_bench.run([SIZE], options) == []
+    assert "left out" in capsys.readouterr().out
+
+
 def test_wrong_input_is_one_line(tmp_path, capsys):
-    assert bench.main(["step", f"--config={tmp_path}/none.py"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1
+    for wrong in (
+        ["step", f"--config={tmp_path}/none.py"],
+        ["kernels", "--rounds=0"],
+        ["kernels", f"--json={tmp_path}/none/k.json"],
+    ):
+        assert bench.main(wrong) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") == 1

@@ -26,6 +26,13 @@ def test_method_needs_jax_and_numpy_only():
     assert imports("tst_jax.train_step", absent).returncode != 0  # the blocking itself works
 
 
+def test_bench_of_kernels_needs_jax_and_numpy_only():
+    absent = ["flax", "optax", "orbax", "grain", "ml_collections", "absl", "tensorflow_datasets"]
+    small = "['kernels', '--n=8', '--d=8', '--v=16', '--bag_sizes=2', '--rounds=1']"
+    result = imports(f"tst_jax.bench; sys.exit(tst_jax.bench.main({small}))", absent)
+    assert result.returncode == 0 and "paper_style" in result.stdout, result.stderr
+
+
 def test_models_and_bench_need_no_data_libraries():
     absent = ["grain", "ml_collections", "tensorflow_datasets", "tokenizers", "orbax"]
     result = imports("tst_jax.models.transformer, tst_jax.flops, tst_jax.bench", absent)

@@ -57,7 +57,8 @@ def both_operations(kernels, objective="mce", chunk=2 * B):
     """Bag mean and loss together: (value, gradients of table, head and hidden)."""
 
     def mean_loss(table, head, hidden, tokens, mask):
-        hidden = hidden + superposition.embed_bags(table, tokens, mask, kernels=kernels)
+        bags = superposition.embed_bags(table, tokens, mask, hidden.dtype, kernels)
+        hidden = hidden + bags
         loss, weight = superposition.bag_loss(
             hidden, head, tokens, mask, objective=objective, chunk=chunk, kernels=kernels
         )
@@ -115,6 +116,16 @@ def main():
             text = compiled(on_mesh, *arrays).as_text()
             kinds = ("all-reduce(", "all-gather(", "reduce-scatter(", "all-to-all(", "permute(")
             report[f"{name} compiled, {bag_size}"] = {kind: text.count(kind) for kind in kinds}
+    flat = lambda hidden, head, tokens, kernels: superposition.bag_loss(
+        hidden.reshape(-1, D), head, tokens.reshape(-1, 3), kernels=kernels
+    )[0]
+    mesh = sharding.make_mesh(MeshConfig(**MESHES["all axes"]))
+    _, head, hidden, tokens, _ = problem(3)
+    got, want = (
+        jax.value_and_grad(flat, (0, 1))(hidden, head, tokens, kernels)
+        for kernels in (sharding.kernels_on(mesh, "xla"), Kernels("xla"))
+    )
+    report["flat"] = largest_difference(got, want)
     # The interpreter needs a core for each device.
     mesh = sharding.make_mesh(
         MeshConfig(data=1, tensor=-1), jax.devices()[: min(2, os.cpu_count())]
@@ -149,6 +160,10 @@ def test_sharded_tables_give_the_same_numbers(report, mesh, objective):
     if objective in ("bce", "hinge") and mesh != "all axes":
         pytest.skip("left to automatic sharding, which one mesh shows")
     assert report[f"{mesh} {objective}"] <= ROUNDING
+
+
+def test_flat_positions_are_shared_out(report):
+    assert report["flat"] <= ROUNDING
 
 
 def test_interpreted_kernels_run_sharded(report):
@@ -194,19 +209,13 @@ def test_interpreted_kernels_agree_with_xla(objective, bag_size):
 
 
 @pytest.mark.parametrize("choice", ["xla", "interpret"])
-@pytest.mark.parametrize("dtype,limit", [("float32", 2e-6), ("bfloat16", 2e-3)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("bag_size", [1, 4, 16])
-def test_loss_and_gradients_are_near_float64(choice, dtype, limit, bag_size):
-    """Rules 8 to 10, at a size where sums are long. Relative to the norm, as errors add up."""
-    size = bench.Size(bag_size, n=300, d=96, v=1000, dtype=dtype)
-    hidden, head, targets = bench.arrays(size)
-    loss = jax.jit(jax.value_and_grad(bench.ours(128, choice), (0, 1)))
-    got = jax.tree.leaves(loss(hidden, head, targets))
-    want = bench.reference(hidden, head.astype(dtype), targets)
-    limits = (2e-6, 4e-3 if dtype == "bfloat16" else limit, limit)  # d_hidden ends in bfloat16
-    for a, b, most in zip(got, want, limits, strict=True):
-        error = np.linalg.norm(np.asarray(a, np.float64) - b) / np.linalg.norm(b)
-        assert error <= most, (error, most)
+def test_loss_and_gradients_are_near_float64(choice, dtype, bag_size):
+    """Rules 8 to 10, at a size where sums are long: 2e-6, and with bfloat16 2e-3 for the head's."""
+    off = bench.errors(bench.Size(bag_size, n=300, d=96, v=1000, dtype=dtype), choice)
+    assert (np.array(off) <= bench.LIMITS[dtype]).all(), off
+    assert bench.LIMITS["float32"] == (2e-6,) * 3 and bench.LIMITS["bfloat16"][2] == 2e-3
 
 
 def test_gradients_take_three_matmuls():
@@ -288,8 +297,10 @@ def test_pallas_kernels_compile_on_a_mesh():
 # ---- the choice of a path
 
 
-def lowered(choice, platform):
-    function, arrays = both_operations(Kernels(choice)), problem(3)
+def lowered(choice, platform, dtype="float32"):
+    function = both_operations(Kernels(choice))
+    table, head, hidden, tokens, mask = problem(3)
+    arrays = table, head, hidden.astype(dtype), tokens, mask
     return jax.jit(function).trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
 
 
@@ -301,10 +312,18 @@ def test_path_is_chosen_at_lowering_time(monkeypatch):
         lowered("pallas", "cpu")
     for choice in ("auto", "xla"):
         assert mosaic not in lowered(choice, "tpu") + lowered(choice, "cpu")
+    with pytest.raises(NotImplementedError):  # the bag mean alone too
+        bag = lambda table, tokens: superposition.embed_bags(
+            table, tokens, kernels=Kernels("pallas")
+        )
+        jax.jit(bag).lower(*problem(3)[0::3])
     kind = jax.devices()[0].device_kind
     wins = frozenset({("bag_mean", kind), ("cross_entropy", kind)})
     monkeypatch.setattr(dispatch, "WINS", wins)
-    assert mosaic in lowered("auto", "tpu")
+    text = lowered("auto", "tpu", jnp.bfloat16)
+    assert text.count(mosaic) >= 4
+    # Other dtypes than the measured ones, platforms and choices keep to XLA: here the table's, too.
+    assert 0 < lowered("auto", "tpu").count(mosaic) < text.count(mosaic)
     assert mosaic not in lowered("auto", "cpu") + lowered("xla", "tpu")
 
 
@@ -354,6 +373,8 @@ def test_wrong_kernels_are_refused_before_anything_is_written(config, tmp_path):
         Kernels("triton")
     with pytest.raises(ValueError, match="must be among"):
         Kernels("xla", batch=("data",), width=("fsdp",))
+    with pytest.raises(ValueError, match="share an axis"):
+        Kernels("xla", batch=("data",), vocab=("data",))
 
 
 def test_training_step_with_interpreted_kernels(config):

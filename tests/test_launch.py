@@ -63,3 +63,16 @@ def test_version_check_itself(path):
         code = check.replace("sys.version_info[:2]", str(version))
         result = subprocess.run([sys.executable, "-c", code], env=dict(os.environ))
         assert (result.returncode == 0) == bool(accepted), version
+
+
+def test_bench_of_kernels_takes_options_and_installs_nothing(tmp_path):
+    small = ["--n=16", "--d=8", "--v=50", "--bag_sizes=2", "--chunks=8", "--rounds=1"]
+    done = subprocess.run(
+        ["bash", str(ROOT / "launch/bench_kernels.sh"), *small, f"--json={tmp_path}/k.json"],
+        env=os.environ | {"PYTHON": sys.executable, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "check xla" in done.stdout and (tmp_path / "k.json").is_file()
+    assert "n=16, d=8, v=50, dtype=bfloat16" in done.stdout

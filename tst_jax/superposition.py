@@ -1,16 +1,16 @@
 """Token superposition: bags of tokens in, bags of tokens out (arXiv 2605.06546, sections 3.1, 3.2).
 
-This file is the method, complete and alone. It needs jax and numpy, takes and returns arrays, and
-can be called from any trainer:
+This file is the method, complete; what it computes most is in `kernels/` beside it. Both need only
+jax and numpy, take and return arrays, and can be called from any trainer:
 
     inputs_BxLxS, targets_BxLxS = split_rows(tokens_BxT, bag_size)
     hidden_BxLxD = embed_bags(table_VxD, inputs_BxLxS)           # then your transformer's layers
     loss_sum, weight_sum = bag_loss(hidden_BxLxD, head_VxD, targets_BxLxS)
     loss = loss_sum / weight_sum
 
-With `bag_size = 1` each of the three is its ordinary next-token counterpart, to the bit (`loss_sum`
-and its gradients are; dividing them by `weight_sum` rounds once more). The letters of the shapes
-are listed in `tst_jax/__init__.py`.
+With `bag_size = 1` each of the three is its ordinary next-token counterpart: rows and look-up to
+the bit, the loss within float32 rounding. The letters of the shapes are listed in
+`tst_jax/__init__.py`.
 """
 
 import functools

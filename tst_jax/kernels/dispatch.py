@@ -12,7 +12,7 @@ CHOICES = ("auto", "xla", "pallas", "interpret")
 # of measurements in README.md beside this file that shows it more than 10 percent ahead of XLA.
 WINS: frozenset[tuple[str, str]] = frozenset()
 
-# First characters of `device_kind` without the vendor's name -> what the GPU kernels are made for.
+# What the GPU kernels are made for, and the cards: the first word of `device_kind` after NVIDIA.
 GPU_ARCHS = {
     "hopper": ("H100", "H200", "H20", "H800", "GH200"),
     "blackwell": ("B100", "B200", "B300", "GB200", "GB300"),
@@ -40,6 +40,8 @@ class Kernels:
             raise ValueError(f"kernels is {self.choice!r}; choose one of {', '.join(CHOICES)}")
         if not set(self.width) <= set(self.batch):
             raise ValueError(f"width lies over {self.width}, which must be among {self.batch}")
+        if set(self.vocab) & set(self.batch):
+            raise ValueError(f"vocab {self.vocab} and batch {self.batch} share an axis; part them")
 
     @property
     def rows(self) -> PartitionSpec:
@@ -74,26 +76,25 @@ def gpu_arch(device_kind: str) -> str | None:
     return next((arch for arch, names in GPU_ARCHS.items() if name in names), None)
 
 
-def run(operation: str, kernels: Kernels, paths: dict, xla, *args):
+def run(operation: str, kernels: Kernels, paths: dict, xla, *args, as_measured: bool):
     """Calls the path of the platform that the program is lowered for.
 
     Args:
       operation: its name in WINS.
-      paths: {"tpu": function, "cuda": function}: those that exist; each takes `interpret` too.
+      paths: {"tpu": function, "cuda": function}: Pallas; tpu's takes `interpret` too.
       xla: function of the same arguments, for any platform.
+      as_measured: whether the arguments have the dtypes that WINS speaks of.
     Returns:
       What the chosen function returns. With the choice `pallas`, lowering for a platform without a
-      kernel is an error, never a fallback.
+      path is an error, never a fallback.
     """
-    if kernels.choice == "xla":
-        return xla(*args)
     if kernels.choice == "interpret":
         return paths["tpu"](*args, interpret=True)
-    if kernels.choice == "auto":
-        if (operation, kernels.device_kind()) not in WINS:
-            return xla(*args)
+    if kernels.choice == "pallas":
+        return jax.lax.platform_dependent(*args, **paths)
+    if kernels.choice == "auto" and as_measured and (operation, kernels.device_kind()) in WINS:
         return jax.lax.platform_dependent(*args, **paths, default=xla)
-    return jax.lax.platform_dependent(*args, **paths)
+    return xla(*args)
 
 
 def problem(choice: str, devices, dtype: str) -> str | None:

@@ -98,7 +98,8 @@ def _on_mesh(objective, chunk, kernels: Kernels, gradients: bool):
             paths["cuda"] = functools.partial(_gpu, how, arch)
         xla = functools.partial(_by_chunks, how)
         arrays = head_VxD, hidden, targets, slots, totals
-        found = dispatch.run("cross_entropy", kernels, paths, xla, *arrays)
+        measured = hidden.dtype == jnp.bfloat16
+        found = dispatch.run("cross_entropy", kernels, paths, xla, *arrays, as_measured=measured)
         loss = jax.lax.psum(found[0], kernels.batch) if kernels.batch else found[0]
         if not gradients:
             return loss
@@ -118,6 +119,11 @@ def _on_mesh(objective, chunk, kernels: Kernels, gradients: bool):
 
 def _flat(x):  # [B, L, X] -> [N, X]
     return x.reshape(-1, x.shape[-1])
+
+
+def _d_hidden_dtype(hidden, axes):
+    """What other devices have yet to add stays in float32."""
+    return jnp.float32 if axes else hidden.dtype
 
 
 def _bag(head_VxD, targets_NxS, weights_NxS):
@@ -217,8 +223,7 @@ def _by_chunks(how, head_VxD, hidden, targets, slots, totals):
             return d_head, (loss.sum(),)
         d_h, d_head_part = _softmax_gradients(z_NxV, h, head_VxD, top, c / norm)
         d_h, d_head = d_h - bag, _scatter(d_head + d_head_part, h, y, q)
-        # What other devices have yet to add stays in float32.
-        return d_head, (loss.sum(), d_h if axes else d_h.astype(h.dtype))
+        return d_head, (loss.sum(), d_h.astype(_d_hidden_dtype(h, axes)))
 
     start = jnp.zeros(head_VxD.shape, jnp.float32) if gradients else None
     arrays = split((hidden, targets, slots, totals[..., None]), chunk)
@@ -268,4 +273,5 @@ def _fused(how, logsumexp, softmax_gradients, head_VxD, hidden, targets, slots, 
     if not gradients:
         return (loss.sum(),)
     d_h, d_head = softmax_gradients(h, head_VxD, peak + jnp.log(norm), c)
-    return loss.sum(), _scatter(d_head, h, y, q), (d_h - bag).reshape(hidden.shape)
+    d_hidden = (d_h - bag).reshape(hidden.shape).astype(_d_hidden_dtype(h, axes))
+    return loss.sum(), _scatter(d_head, h, y, q), d_hidden
