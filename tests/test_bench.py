@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tst_jax import bench
+from tst_jax import bench, bench_kernels
 from tst_jax.errors import UserError
-from tst_jax.kernels import bench as kernels_bench
 
-SIZE = kernels_bench.Size(3, n=32, d=16, v=100, dtype="float32")
+SIZE = bench_kernels.Size(3, n=32, d=16, v=100, dtype="float32")
 
 
 def test_bench_step(config):
@@ -46,10 +45,10 @@ def test_bench_kernels_writes_one_object_a_case_and_size(tmp_path, capsys):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_compared_computes_the_same(dtype):
     """Otherwise a time beside another says nothing; values and gradients."""
-    size = kernels_bench.Size(3, n=32, d=16, v=100, dtype=dtype)
+    size = bench_kernels.Size(3, n=32, d=16, v=100, dtype=dtype)
     found = {
         name: function(*arrays)
-        for name, (function, arrays) in kernels_bench.cases(size, [8, 32]).items()
+        for name, (function, arrays) in bench_kernels.cases(size, [8, 32]).items()
     }
     for name, (value, gradients) in ((k, v) for k, v in found.items() if k != "matmul"):
         base = found["bag_gathered" if name.startswith("bag") else "paper_style"]
@@ -57,7 +56,7 @@ def test_what_is_compared_computes_the_same(dtype):
             a, b = (np.asarray(x, np.float64) for x in (a, b))
             limit = 1e-5 if dtype == "float32" else 1e-2
             assert np.abs(a - b).max() <= limit * np.abs(b).max(), name
-    hidden, head, _ = kernels_bench.arrays(size)
+    hidden, head, _ = bench_kernels.arrays(size)
     assert found["matmul"].shape == (32, 100) and found["matmul"].dtype == hidden.dtype
 
 
@@ -67,16 +66,16 @@ def _tuple(x):
 
 def test_the_check_is_against_float64_and_fails():
     """Uniform logits give log V (rule 10), and a wrong loss is not let through."""
-    hidden, head, targets = kernels_bench.arrays(SIZE)
-    loss, d_hidden, d_head = kernels_bench.reference(hidden * 0, head, targets)
+    hidden, head, targets = bench_kernels.arrays(SIZE)
+    loss, d_hidden, d_head = bench_kernels.reference(hidden * 0, head, targets)
     assert loss == pytest.approx(math.log(SIZE.v)) and d_head.shape == head.shape
     assert not d_head.any() and d_hidden.any()
     broken = lambda chunk, choice: lambda h, e, y: jnp.float32(1.001) * (h @ e.T).sum()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels_bench, "ours", broken)
+        patch.setattr(bench_kernels, "ours", broken)
         with pytest.raises(UserError, match="off float64"):
-            kernels_bench.check(SIZE)
-    kernels_bench.check(SIZE)
+            bench_kernels.check(SIZE)
+    bench_kernels.check(SIZE)
 
 
 def test_a_refused_case_is_kept_and_a_limit_is_said(monkeypatch, capsys):
@@ -88,13 +87,13 @@ def test_a_refused_case_is_kept_and_a_limit_is_said(monkeypatch, capsys):
 
     options = types.SimpleNamespace(rounds=1, chunks=[8], check=False, limit_s=math.inf)
     with monkeypatch.context() as patch:
-        patch.setattr(kernels_bench, "paper_style", refused)
-        results = kernels_bench.run([SIZE], options)
+        patch.setattr(bench_kernels, "paper_style", refused)
+        results = bench_kernels.run([SIZE], options)
     assert results[0]["seconds"] is None and "too large" in results[0]["refused"]
     assert all(x["seconds"] > 0 for x in results[1:])
     assert "refused: RESOURCE_EXHAUSTED: too large" in capsys.readouterr().out
     options.limit_s = -1
-    assert kernels_bench.run([SIZE], options) == []
+    assert bench_kernels.run([SIZE], options) == []
     assert "left out" in capsys.readouterr().out
 
 

@@ -21,10 +21,11 @@ import numpy as np
 import pytest
 from tpu_topology import chips, compile_for
 
+from tst_jax import bench_kernels as bench
 from tst_jax import config as config_lib
 from tst_jax import sharding, superposition
 from tst_jax.config import ConfigError
-from tst_jax.kernels import bench, dispatch
+from tst_jax.kernels import dispatch
 from tst_jax.kernels.dispatch import Kernels
 from tst_jax.sharding import MeshConfig
 from tst_jax.train import train
@@ -325,6 +326,21 @@ def test_path_is_chosen_at_lowering_time(monkeypatch):
     # Other dtypes than the measured ones, platforms and choices keep to XLA: here the table's, too.
     assert 0 < lowered("auto", "tpu").count(mosaic) < text.count(mosaic)
     assert mosaic not in lowered("auto", "cpu") + lowered("xla", "tpu")
+
+
+def test_tracing_starts_no_devices():
+    """Programs are traced before `jax.distributed` is, and on hosts that only compile."""
+    code = """
+import jax, jax.numpy as jnp
+from tst_jax import superposition as st
+shape = jax.ShapeDtypeStruct
+step = lambda t, y: st.bag_loss(st.embed_bags(t, y), t, y)[0]
+jax.eval_shape(jax.grad(step), shape((9, 8), jnp.float32), shape((2, 3, 4), jnp.int32))
+from jax._src import xla_bridge
+assert not xla_bridge._backends, xla_bridge._backends
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_auto_takes_pallas_only_where_it_was_measured_to_win():

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tst_jax.kernels import bench
+from tst_jax import bench_kernels as bench
 from tst_jax.kernels.dispatch import Kernels
 from tst_jax.kernels.logsumexp_gpu import logsumexp
 from tst_jax.superposition import bag_loss

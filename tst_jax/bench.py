@@ -24,8 +24,8 @@ import time
 import jax
 import numpy as np
 
+from tst_jax import bench_kernels
 from tst_jax.errors import UserError
-from tst_jax.kernels import bench as kernels_bench
 
 
 def load_config(path):
@@ -106,7 +106,7 @@ def _step(options) -> list[dict]:
 
 
 def _kernels(options) -> list[dict]:
-    return kernels_bench.run(kernels_bench.sizes(options), options)
+    return bench_kernels.run(bench_kernels.sizes(options), options)
 
 
 def _numbers(text: str) -> list[int]:
@@ -129,7 +129,7 @@ def main(argv=None) -> int:
     step.add_argument("--rounds", type=int, default=30)
     step.set_defaults(run=_step)
     kernels = commands.add_parser("kernels", help="loss and bag mean beside the alternatives")
-    kernels_bench.add_arguments(kernels, _numbers)
+    bench_kernels.add_arguments(kernels, _numbers)
     kernels.set_defaults(run=_kernels)
     for command in (step, kernels):
         command.add_argument("--json", help="file for the results")

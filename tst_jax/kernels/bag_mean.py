@@ -30,10 +30,10 @@ def bag_sum(table_VxD, tokens, mask, kernels: Kernels = Kernels()):
         if kernels.width:
             table = jax.lax.all_gather(table, kernels.width, axis=1, tiled=True)
         tokens, mask = owned(tokens, mask, table.shape[0], kernels.vocab)
-        paths = {"tpu": _tpu, "cuda": _xla}  # XLA's gather is the only path on a GPU
+        paths = _tpu, lambda arch: _xla, _xla  # XLA's gather is the only path on a GPU
         measured = table.dtype == jnp.float32
         arrays = table, tokens, mask
-        total = dispatch.run("bag_mean", kernels, paths, _xla, *arrays, as_measured=measured)
+        total = dispatch.run("bag_mean", kernels, *paths, *arrays, as_measured=measured)
         return jax.lax.psum(total, kernels.vocab) if kernels.vocab else total
 
     rows = kernels.rows

@@ -76,25 +76,29 @@ def gpu_arch(device_kind: str) -> str | None:
     return next((arch for arch, names in GPU_ARCHS.items() if name in names), None)
 
 
-def run(operation: str, kernels: Kernels, paths: dict, xla, *args, as_measured: bool):
+def run(operation: str, kernels: Kernels, tpu, cuda, xla, *args, as_measured: bool):
     """Calls the path of the platform that the program is lowered for.
 
     Args:
       operation: its name in WINS.
-      paths: {"tpu": function, "cuda": function}: Pallas; tpu's takes `interpret` too.
-      xla: function of the same arguments, for any platform.
-      as_measured: whether the arguments have the dtypes that WINS speaks of.
+      tpu: Pallas path, a function of `args` that takes `interpret` too.
+      cuda: the same for a GPU: a function of the architecture that returns a path.
+      xla: function of `args` for any platform.
+      as_measured: whether `args` have the dtypes that WINS speaks of.
     Returns:
-      What the chosen function returns. With the choice `pallas`, lowering for a platform without a
+      What the chosen path returns. With the choice `pallas`, lowering for a platform without a
       path is an error, never a fallback.
     """
     if kernels.choice == "interpret":
-        return paths["tpu"](*args, interpret=True)
-    if kernels.choice == "pallas":
-        return jax.lax.platform_dependent(*args, **paths)
-    if kernels.choice == "auto" and as_measured and (operation, kernels.device_kind()) in WINS:
-        return jax.lax.platform_dependent(*args, **paths, default=xla)
-    return xla(*args)
+        return tpu(*args, interpret=True)
+    # Asked last, because it starts jax's devices.
+    wins = lambda: WINS and as_measured and (operation, kernels.device_kind()) in WINS
+    if kernels.choice == "xla" or (kernels.choice == "auto" and not wins()):
+        return xla(*args)
+    arch = gpu_arch(kernels.device_kind())
+    paths = {"tpu": tpu} | ({"cuda": cuda(arch)} if arch else {})
+    paths |= {"default": xla} if kernels.choice == "auto" else {}
+    return jax.lax.platform_dependent(*args, **paths)
 
 
 def problem(choice: str, devices, dtype: str) -> str | None:

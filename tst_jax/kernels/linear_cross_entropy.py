@@ -93,13 +93,11 @@ def _on_mesh(objective, chunk, kernels: Kernels, gradients: bool):
             )
             totals = totals.reshape(1, -1)
         how = (objective, kernels.vocab, gradients, chunk)
-        paths = {"tpu": functools.partial(_tpu, how)}
-        if arch := dispatch.gpu_arch(kernels.device_kind()):
-            paths["cuda"] = functools.partial(_gpu, how, arch)
-        xla = functools.partial(_by_chunks, how)
+        tpu, xla = (functools.partial(path, how) for path in (_tpu, _by_chunks))
+        paths = tpu, lambda arch: functools.partial(_gpu, how, arch), xla
         arrays = head_VxD, hidden, targets, slots, totals
         measured = hidden.dtype == jnp.bfloat16
-        found = dispatch.run("cross_entropy", kernels, paths, xla, *arrays, as_measured=measured)
+        found = dispatch.run("cross_entropy", kernels, *paths, *arrays, as_measured=measured)
         loss = jax.lax.psum(found[0], kernels.batch) if kernels.batch else found[0]
         if not gradients:
             return loss
