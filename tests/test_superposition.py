@@ -307,6 +307,19 @@ def test_loss_of_parts_adds_up(objective):
 
 
 @each_objective
+def test_loss_with_a_pad_far_above_its_bag(objective):
+    """Rule 8: what a pad is read as may have by far the largest logit, here 300."""
+    hidden, head, targets, mask = case(25)
+    targets[0, 1], mask[0, 1] = [-1, 5, 7], [False, True, True]
+    head[0] = 300 * hidden[0, 1] / np.square(hidden[0, 1]).sum()  # a pad is read as token 0
+    weights = st.slot_weights("uniform", S)
+    want = reference(hidden, head, targets, mask, weights, objective)
+    sums, grads = graded(hidden, head, targets, mask, weights, objective)
+    for got, expected in zip((*sums, *grads), want, strict=True):
+        assert_close(got, expected)
+
+
+@each_objective
 def test_loss_repeats(objective):
     """Rules 8, 12: mce and hinge count [5, 5, 7] as a multiset, mass and bce as the set {5, 7}."""
     hidden, head = normal(12, 4, D), normal(13, V, D)
