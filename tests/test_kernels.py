@@ -1,15 +1,12 @@
 """Proves `tst_jax.kernels`: one result whichever implementation runs and however arrays lie.
 
 Pallas kernels are proved one by one in test_kernels_tpu.py and test_logsumexp_gpu.py. Here: the
-choice of a path, the paths against each other and float64, what the loss holds in memory, and, in
-one process with eight fake devices, sharded tables: same numbers, and no traffic that grows with
-the bag size (rules 7, 8, 9).
+choice of a path, the paths against each other and float64, and what they hold in memory. Meshes are
+in test_kernels_sharded.py.
 """
 
 import dataclasses
 import functools
-import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -19,6 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_problem import (
+    FAST,
+    ROUNDING,
+    both_operations,
+    compiled,
+    largest_difference,
+    problem,
+)
 from tpu_topology import chips, compile_for
 
 from tst_jax import bench_kernels as bench
@@ -30,170 +35,6 @@ from tst_jax.kernels.dispatch import Kernels
 from tst_jax.sharding import MeshConfig
 from tst_jax.train import train
 from tst_jax.train_step import init_state, key_data, make_train_step
-
-B, L, D, V = 8, 6, 16, 64
-ROUNDING = 2e-6  # of float32 sums in another order, relative to the largest entry
-MESHES = {
-    "data": dict(data=8),
-    "fsdp": dict(data=1, fsdp=8),
-    "tensor": dict(data=1, tensor=8),
-    "all axes": dict(data=2, fsdp=2, tensor=2),
-}
-# bce and hinge are left to automatic sharding, which one mesh shows.
-SHARDED = [(mesh, objective) for mesh in MESHES for objective in ("mce", "mass")]
-SHARDED += [("all axes", objective) for objective in ("bce", "hinge")]
-FAST = {"xla_backend_optimization_level": 0}  # to compile
-COLLECTIVES = ("psum", "pmax", "all_gather", "reduce_scatter", "all_to_all", "ppermute")
-
-
-def problem(bag_size, seed=0):
-    """Table, head, hidden, tokens and mask, with a bag of pads only and one of a single token."""
-    rng = np.random.default_rng(seed)
-    table, head = rng.normal(size=(2, V, D)).astype(np.float32)
-    hidden = rng.normal(size=(B, L, D)).astype(np.float32)
-    tokens = rng.integers(0, V, (B, L, bag_size)).astype(np.int32)
-    mask = rng.random(tokens.shape) < 0.8
-    tokens[0, 0], mask[0, 0], mask[-1, -1] = V - 1, True, False
-    return table, head, hidden, tokens, mask
-
-
-def both_operations(kernels, objective="mce", chunk=2 * B):
-    """Bag mean and loss together: (value, gradients of table, head and hidden)."""
-
-    def mean_loss(table, head, hidden, tokens, mask):
-        bags = superposition.embed_bags(table, tokens, mask, hidden.dtype, kernels)
-        hidden = hidden + bags
-        loss, weight = superposition.bag_loss(
-            hidden, head, tokens, mask, objective=objective, chunk=chunk, kernels=kernels
-        )
-        return loss / weight
-
-    return jax.value_and_grad(mean_loss, (0, 1, 2))
-
-
-def largest_difference(got, want):
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-    return max(float(np.abs(a - np.asarray(b)).max() / np.abs(b).max()) for a, b in pairs)
-
-
-def compiled(function, *arrays):
-    return jax.jit(function).lower(*arrays).compile(FAST)
-
-
-def collectives(jaxpr, times=1):
-    """[kind, shape] of every collective of a device, as often as it runs."""
-    found = []
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in COLLECTIVES:
-            found += [[eqn.primitive.name, list(v.aval.shape)] for v in eqn.invars] * times
-        rounds = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        for value in jax.tree.leaves(list(eqn.params.values())):
-            value = getattr(value, "jaxpr", value)
-            if hasattr(value, "eqns"):
-                found += collectives(value, times * rounds)
-    return found
-
-
-# ---- in the process with eight devices
-
-
-def main():
-    report = {}
-    alone = functools.cache(
-        lambda objective: compiled(both_operations(Kernels("xla"), objective), *problem(3))(
-            *problem(3)
-        )
-    )
-    for name, sizes in MESHES.items():
-        mesh = sharding.make_mesh(MeshConfig(**sizes))
-        for objective in (objective for mesh_name, objective in SHARDED if mesh_name == name):
-            arrays = problem(3)
-            want = alone(objective)
-            on_mesh = both_operations(sharding.kernels_on(mesh, "xla"), objective)
-            got = compiled(on_mesh, *arrays)(*arrays)
-            report[f"{name} {objective}"] = largest_difference(got, want)
-        for bag_size in (1, 16):
-            arrays = problem(bag_size)
-            on_mesh = both_operations(sharding.kernels_on(mesh, "xla"))
-            found = collectives(jax.make_jaxpr(on_mesh)(*arrays).jaxpr)
-            report[f"{name} traffic of {bag_size}"] = sorted(found)
-            text = compiled(on_mesh, *arrays).as_text()
-            kinds = ("all-reduce(", "all-gather(", "reduce-scatter(", "all-to-all(", "permute(")
-            report[f"{name} compiled, {bag_size}"] = {kind: text.count(kind) for kind in kinds}
-    flat = lambda hidden, head, tokens, kernels: superposition.bag_loss(
-        hidden.reshape(-1, D), head, tokens.reshape(-1, 3), kernels=kernels
-    )[0]
-    mesh = sharding.make_mesh(MeshConfig(**MESHES["all axes"]))
-    _, head, hidden, tokens, _ = problem(3)
-    got, want = (
-        jax.value_and_grad(flat, (0, 1))(hidden, head, tokens, kernels)
-        for kernels in (sharding.kernels_on(mesh, "xla"), Kernels("xla"))
-    )
-    report["flat"] = largest_difference(got, want)
-    # The interpreter needs a core for each device.
-    mesh = sharding.make_mesh(
-        MeshConfig(data=1, tensor=-1), jax.devices()[: min(2, os.cpu_count())]
-    )
-    got = jax.jit(both_operations(sharding.kernels_on(mesh, "interpret")))(*problem(3))
-    report["interpreted"] = largest_difference(got, alone("mce"))
-    print(json.dumps(report))
-
-
-# ---- what it reports
-
-
-@pytest.fixture(scope="module")
-def report():
-    file = pathlib.Path(__file__)
-    flags = "--xla_force_host_platform_device_count=8"
-    environment = {"PYTHONPATH": str(file.parents[1]), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    done = subprocess.run(
-        [sys.executable, "-B", str(file)],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.parametrize("mesh,objective", SHARDED)
-def test_sharded_tables_give_the_same_numbers(report, mesh, objective):
-    """Rules 7, 8: loss and all gradients; a bag's tokens lie on several devices."""
-    assert report[f"{mesh} {objective}"] <= ROUNDING
-
-
-def test_flat_positions_are_shared_out(report):
-    assert report["flat"] <= ROUNDING
-
-
-def test_interpreted_kernels_run_sharded(report):
-    assert report["interpreted"] <= ROUNDING
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-def test_traffic_does_not_grow_with_the_bag(report, mesh):
-    """Rule 7: the collectives of s = 16 are those of s = 1, in our program and in the compiled."""
-    assert report[f"{mesh} traffic of 16"] == report[f"{mesh} traffic of 1"]
-    assert report[f"{mesh} compiled, 16"] == report[f"{mesh} compiled, 1"]
-
-
-def test_sharded_vocabulary_moves_two_scalars_a_position(report):
-    """Rules 7, 9: per chunk of 16 positions a maximum, then two scalars; [B, L, D] twice a step."""
-    chunks = B * L // 16
-    whole = [["psum", [1, B * L, D]], ["psum", [B, L, D]]]
-    want = [["pmax", [1, 16]]] * chunks + whole + [["psum", [2, 16]]] * chunks
-    assert report["tensor traffic of 16"] == sorted(want)
-    assert report["tensor compiled, 16"]["all-gather("] == 0
-
-
-def test_gradients_of_tables_are_reduced_once(report):
-    """Whatever the number of chunks: one reduction each of table and head, and the loss's sum."""
-    tables = [["psum", [V, D]]] * 2
-    assert report["data traffic of 16"] == sorted([["psum", []], *tables])
-    gathered = [["all_gather", [V, D // 8]]] * 2 + [["reduce_scatter", [V, D]]] * 2
-    assert report["fsdp traffic of 16"] == sorted([["psum", []], *gathered])
-
 
 # ---- one device
 
@@ -408,7 +249,3 @@ def test_training_step_with_interpreted_kernels(config):
             np.testing.assert_allclose(metrics["interpret"][name], value, rtol=1e-5, err_msg=name)
         # The interpreter, and not XLA's path under another name.
         assert ["callback" in x.as_text() for x in programs.values()] == [False, True]
-
-
-if __name__ == "__main__":
-    main()

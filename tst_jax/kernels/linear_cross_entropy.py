@@ -80,9 +80,8 @@ def _on_mesh(objective, chunk, kernels: Kernels, gradients: bool):
 
     def local(head_VxD, hidden, targets, slots):
         dtype, shape = head_VxD.dtype, hidden.shape
-        head_VxD = jnp.asarray(
-            head_VxD, hidden.dtype
-        )  # before the gather: half the bytes in bfloat16
+        # Cast before the gather: half the bytes in bfloat16.
+        head_VxD = jnp.asarray(head_VxD, hidden.dtype)
         if kernels.width:
             head_VxD = jax.lax.all_gather(head_VxD, kernels.width, axis=1, tiled=True)
         totals = slots.sum(-1) if objective == "mce" else (slots > 0).any(-1).astype(jnp.float32)
