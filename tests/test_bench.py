@@ -106,3 +106,7 @@ def test_wrong_input_is_one_line(tmp_path, capsys):
         assert bench.main(wrong) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and error.count("\n") == 1
+    for wrong in ("none", "3,0", ""):
+        with pytest.raises(SystemExit):
+            bench.main(["kernels", f"--n={wrong}"])
+        assert f"{wrong!r}; give numbers" in capsys.readouterr().err

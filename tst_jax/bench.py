@@ -110,9 +110,12 @@ def _kernels(options) -> list[dict]:
 
 
 def _numbers(text: str) -> list[int]:
-    numbers = [int(part) for part in text.split(",")]
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = [0]
     if min(numbers) < 1:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text!r}; give numbers of at least 1, with commas")
     return numbers
 
 
