@@ -7,12 +7,10 @@ one device, lists their collectives and prints a report, which the tests read (r
 import functools
 import json
 import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import pytest
+from eight_devices import report_of
 from kernel_problem import (
     ROUNDING,
     B,
@@ -105,17 +103,7 @@ def main():
 
 @pytest.fixture(scope="module")
 def report():
-    file = pathlib.Path(__file__)
-    flags = "--xla_force_host_platform_device_count=8"
-    environment = {"PYTHONPATH": str(file.parents[1]), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    done = subprocess.run(
-        [sys.executable, "-B", str(file)],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return report_of(__file__)
 
 
 @pytest.mark.parametrize("mesh,objective", SHARDED)

@@ -6,14 +6,11 @@ axes that cannot be are refused by name.
 """
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
+from eight_devices import report_of
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from tst_jax import config as config_lib
@@ -104,17 +101,7 @@ def main():
 
 @pytest.fixture(scope="module")
 def report():
-    file = pathlib.Path(__file__)
-    flags = "--xla_force_host_platform_device_count=8"
-    environment = {"PYTHONPATH": str(file.parents[1]), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    done = subprocess.run(
-        [sys.executable, "-B", str(file)],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return report_of(__file__)
 
 
 @pytest.mark.parametrize("mesh", ["data", "all axes"])
