@@ -109,18 +109,18 @@ def _bag_ours(choice):
 
 def cases(size: Size, chunks) -> dict:
     """{name: (function, arguments, FLOPs of its matmuls)}."""
-    kinds = {choice: {"xla": "", "pallas": "_pallas"}[choice] for choice in _choices(size)}
+    suffixes = {"xla": "", "pallas": "_pallas"}
     hidden, head, targets = arrays(size)
     loss = lambda f: (jax.value_and_grad(f, (0, 1)), (hidden, head, targets))
     bag = lambda f: (jax.value_and_grad(f), (head, targets, hidden))
     found = {"paper_style": loss(paper_style), "one_logsumexp": loss(one_logsumexp)}
-    for choice, suffix in kinds.items():
-        found["ours" + suffix] = loss(ours(chunks[0], choice))
+    for choice in _choices(size):
+        found["ours" + suffixes[choice]] = loss(ours(chunks[0], choice))
     for chunk in chunks[1:]:
         found[f"ours_chunk_{chunk}"] = loss(ours(chunk, "xla"))
     found["bag_gathered"] = bag(_bag_gathered)
-    for choice, suffix in kinds.items():
-        found["bag_ours" + suffix] = bag(_bag_ours(choice))
+    for choice in _choices(size):
+        found["bag_ours" + suffixes[choice]] = bag(_bag_ours(choice))
     matmul = lambda hidden, head: jnp.einsum("nd,vd->nv", hidden, head.astype(hidden.dtype))
     found["matmul"] = matmul, (hidden, head)  # the bare logits, in hidden's dtype
     return found

@@ -203,12 +203,14 @@ def bag_loss(
         weights = weights / weights.max()
     slots_BxLxS = jnp.where(mask_BxLxS, weights, 0)  # w_i m_i
 
-    if hidden_BxLxD.ndim == 2:  # positions are then what a mesh shares out
-        at = 0 if kernels.mesh is None else 1
+    shares_logsumexp = objective in linear_cross_entropy.OBJECTIVES
+    if hidden_BxLxD.ndim == 2:
+        # One row to be cut into chunks; but where a mesh shares out rows, each position is one.
+        at = 1 if kernels.mesh is not None and shares_logsumexp else 0
         arrays = [jnp.expand_dims(x, at) for x in (hidden_BxLxD, targets_BxLxS, slots_BxLxS)]
     else:
         arrays = [hidden_BxLxD, targets_BxLxS, slots_BxLxS]
-    if objective in linear_cross_entropy.OBJECTIVES:
+    if shares_logsumexp:
         loss_sum = linear_cross_entropy.cross_entropy_sum(
             head_VxD, *arrays, objective, chunk, kernels
         )

@@ -1,1 +1,1 @@
-"""Hand-written kernels for the two operations of the method that XLA does not fuse."""
+"""The two hot operations of the method, on every platform; README.md beside this says more."""
