@@ -27,7 +27,7 @@ ROUNDING = 2e-6  # of a loss: sums over devices are float32 sums in another orde
 MESHES = {
     "one device": dict(data=1),
     "data": dict(data=8),
-    "all axes": dict(data=2, fsdp=2, tensor=2),
+    "all axes": dict(data=1, fsdp=2, tensor=2, expert=2),
 }
 CONFIG = Config(
     steps=2 * STEPS,
@@ -134,15 +134,16 @@ def test_moments_lie_where_their_params_lie(report):
 @pytest.mark.parametrize(
     "sizes, shape",
     [
-        (dict(), (8, 1, 1)),
-        (dict(data=2, tensor=-1), (2, 1, 4)),
-        (dict(data=1, fsdp=8), (1, 8, 1)),
-        (dict(data=2, fsdp=2, tensor=2), (2, 2, 2)),
+        (dict(), (8, 1, 1, 1)),
+        (dict(data=2, tensor=-1), (2, 1, 4, 1)),
+        (dict(data=1, fsdp=8), (1, 8, 1, 1)),
+        (dict(data=2, fsdp=2, tensor=2), (2, 2, 2, 1)),
+        (dict(data=1, fsdp=2, expert=-1), (1, 2, 1, 4)),
     ],
 )
 def test_one_axis_takes_what_the_others_leave(sizes, shape):
     mesh = sharding.make_mesh(MeshConfig(**sizes), list(range(8)))
-    assert mesh.devices.shape == shape and mesh.axis_names == ("data", "fsdp", "tensor")
+    assert mesh.devices.shape == shape and mesh.axis_names == sharding.AXES
 
 
 @pytest.mark.parametrize(
@@ -172,14 +173,14 @@ def test_an_axis_that_does_not_divide_is_refused_by_name(shape, sizes, words):
     )
     params = jax.eval_shape(lambda key: Transformer(cfg, key), jax.random.key(0))
     with pytest.raises(ValueError) as caught:
-        sharding.param_shardings(params, AbstractMesh(sizes, sharding.AXES))
+        sharding.param_shardings(params, AbstractMesh((*sizes, 1), sharding.AXES))
     message = str(caught.value)
     assert "\n" not in message and all(word in message for word in words), message
 
 
 def test_specs_follow_the_names_of_the_axes():
     params = jax.eval_shape(lambda key: Transformer(CONFIG.model, key), jax.random.key(0))
-    got = sharding.param_shardings(params, AbstractMesh((2, 2, 2), sharding.AXES))
+    got = sharding.param_shardings(params, AbstractMesh((2, 2, 2, 1), sharding.AXES))
     assert got.embedding.get_value().spec == PartitionSpec("tensor", "fsdp")
     assert got.layers.out.get_value().spec == PartitionSpec(None, "tensor", None, "fsdp")
     assert got.layers.gate.get_value().spec == PartitionSpec(None, "fsdp", "tensor")
@@ -194,7 +195,7 @@ if __name__ == "__main__":
 def test_any_optimizer_state_has_a_place(name):
     """Moments that exist for some params only, or of other shapes, break no mesh (eval_shape)."""
     config = Config(optimizer=OptimizerConfig(name=name), model=CONFIG.model)
-    mesh = AbstractMesh((2, 2, 2), sharding.AXES)
+    mesh = AbstractMesh((2, 2, 2, 1), sharding.AXES)
     shapes, places = state_shardings(config, mesh)
     for leaf, place in zip(jax.tree.leaves(shapes), jax.tree.leaves(places), strict=True):
         place.shard_shape(leaf.shape)  # raises where an axis does not divide

@@ -7,7 +7,7 @@ Array names carry their shape as a suffix, in these letters:
     S  tokens of a bag             H  attention heads
     T  tokens of a row             K  key/value heads
     N  flattened positions         Q  head size
-                                   F  feed-forward width
+    E  experts                     F  feed-forward width (of an expert, where there are some)
 
 A *position* is what the transformer computes on: one bag ("s-token") while superposed, one token
 in recovery. `tokens` always means data tokens.

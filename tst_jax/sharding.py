@@ -10,15 +10,18 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tst_jax.kernels.dispatch import Kernels
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "tensor", "expert")
 RULES = {
-    "batch": ("data", "fsdp"),
+    "batch": ("data", "fsdp", "expert"),
     "vocab": "tensor",
+    "position": None,
     "embed": "fsdp",
     "heads": "tensor",
     "kv_heads": "tensor",
     "head_dim": None,
     "mlp": "tensor",
+    "experts": "expert",
+    "choices": None,  # of the router, which every device computes for all experts
 }
 
 
@@ -29,6 +32,7 @@ class MeshConfig:
     data: int = -1
     fsdp: int = 1
     tensor: int = 1
+    expert: int = 1
 
     def problems(self) -> list[str]:
         """One line for each size that no number of devices could have."""
@@ -65,17 +69,24 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(RULES["batch"]))
 
 
+def axes(mesh: Mesh | None, name: str) -> tuple[str, ...]:
+    """The mesh axes of more than one device that the logical axis `name` lies over."""
+    rule = RULES[name] or ()
+    names = (rule,) if isinstance(rule, str) else rule
+    return tuple(axis for axis in names if mesh is not None and mesh.shape[axis] > 1)
+
+
+def platform(mesh: Mesh | None) -> str:
+    """cpu, gpu or tpu: what a program on the mesh is for; without one, jax's default."""
+    return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+
+
 def kernels_on(mesh: Mesh | None, choice: str) -> Kernels:
     """The kernels of `choice` for tables and batches that lie on the mesh as RULES says."""
     if mesh is None:
         return Kernels(choice)
-
-    def axes(name):
-        rule = RULES[name]
-        names = (rule,) if isinstance(rule, str) else rule
-        return tuple(axis for axis in names if mesh.shape[axis] > 1)
-
-    return Kernels(choice, mesh, axes("batch"), axes("vocab"), axes("embed"))
+    on = [axes(mesh, name) for name in ("batch", "vocab", "embed")]
+    return Kernels(choice, mesh, *on)
 
 
 def param_shardings(params, mesh: Mesh):

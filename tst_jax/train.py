@@ -159,13 +159,13 @@ def train(config: Config, workdir, title: str = "train") -> None:
 
 
 def _check_rows_divide(config, stages, mesh):
-    devices = mesh.shape["data"] * mesh.shape["fsdp"]
+    devices = math.prod(mesh.shape[axis] for axis in sharding.RULES["batch"])
     batches = {f"{stage.phase} rows": stage.rows for stage in stages}
     for name, rows in (batches | {"eval.rows": config.eval.rows}).items():
         if rows % devices:
             raise ConfigError(
-                f"{rows} {name} do not divide over mesh.data * mesh.fsdp = {devices} devices; "
-                "change data.rows, eval.rows or mesh"
+                f"{rows} {name} do not divide over mesh.data * mesh.fsdp * mesh.expert = {devices} "
+                "devices; change data.rows, eval.rows or mesh"
             )
 
 
