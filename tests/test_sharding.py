@@ -1,10 +1,12 @@
 """Proves `tst_jax.sharding`: a mesh changes where arrays lie, not what is trained.
 
 One process with eight fake CPU devices takes three steps of each phase on several meshes, from one
-state and on the same batches, and prints losses and layouts; the tests read its report. Meshes and
-axes that cannot be are refused by name.
+state and on the same batches, with a dense model and with experts, and prints losses and layouts;
+the tests read its report. Meshes and axes that cannot be are refused by name.
 """
 
+import dataclasses
+import functools
 import json
 
 import jax
@@ -38,6 +40,14 @@ CONFIG = Config(
     optimizer=OptimizerConfig(weight_decay=0.1),
     schedule=ScheduleConfig(peak_lr=1e-2, warmup_fraction=0.0, decay_fraction=0.0),
 )
+MOE = dataclasses.replace(
+    CONFIG,
+    model=dataclasses.replace(
+        CONFIG.model, qk_norm=True, experts=4, experts_per_token=2, router_loss=0.5
+    ),
+)
+CONFIGS = {"dense": CONFIG, "moe": MOE}
+models = pytest.mark.parametrize("model", CONFIGS)
 
 
 # ---- in the process with eight devices
@@ -57,14 +67,14 @@ def layouts(tree):
     }
 
 
-def train_on(mesh, start, batches):
-    """Three steps of each phase, as the trainer jits them; losses, and where the state ends up."""
-    shardings = state_shardings(CONFIG, mesh)[1]
+def train_on(config, mesh, start, batches):
+    """Three steps of each phase, as the trainer jits them; metrics, and where the state ends up."""
+    shardings = state_shardings(config, mesh)[1]
     batch = sharding.batch_sharding(mesh)
-    state, losses = jax.device_put(start, shardings), []
-    for stage, parts in zip(config_lib.stages(CONFIG), batches, strict=True):
+    state, losses, routing = jax.device_put(start, shardings), [], []
+    for stage, parts in zip(config_lib.stages(config), batches, strict=True):
         step = jax.jit(
-            make_train_step(CONFIG, stage, mesh),
+            make_train_step(config, stage, mesh),
             in_shardings=(shardings, batch),
             out_shardings=(shardings, sharding.replicated(mesh)),
             compiler_options={"xla_backend_optimization_level": 0},  # to compile fast
@@ -72,10 +82,14 @@ def train_on(mesh, start, batches):
         for part in parts:
             state, metrics = step(state, jax.device_put(part, batch))
             losses.append(float(metrics["loss"]))
+            if config.model.experts:
+                load = np.asarray(metrics["expert_load"]).tolist()
+                routing.append([float(metrics["router_loss"]), load])
     (adam,) = [part for part in state.opt_state[1] if hasattr(part, "mu")]
     where = {name: layouts(getattr(adam, name)) for name in ("mu", "nu")}
     rows = list(jax.device_put(parts[0], batch).addressable_shards[0].data.shape)
-    return {"losses": losses, "params": layouts(state.params), **where, "rows": rows}
+    found = {"losses": losses, "routing": routing, "rows": rows}
+    return {**found, "params": layouts(state.params), **where}
 
 
 def main():
@@ -84,15 +98,17 @@ def main():
         rng.integers(0, 64, (STEPS, stage.rows, stage.row_tokens)).astype(np.int32)
         for stage in config_lib.stages(CONFIG)
     ]
-    start = jax.jit(
-        lambda key: init_state(CONFIG, key),
-        compiler_options={"xla_backend_optimization_level": 0},
-    )(key_data(0))
-    start = jax.tree.map(np.asarray, start)
     report = {}
-    for name, sizes in MESHES.items():
-        devices = jax.devices()[: 1 if name == "one device" else 8]
-        report[name] = train_on(sharding.make_mesh(MeshConfig(**sizes), devices), start, batches)
+    for model, config in CONFIGS.items():
+        start = jax.jit(
+            functools.partial(init_state, config),
+            compiler_options={"xla_backend_optimization_level": 0},
+        )(key_data(0))
+        start, report[model] = jax.tree.map(np.asarray, start), {}
+        for name, sizes in MESHES.items():
+            devices = jax.devices()[: 1 if name == "one device" else 8]
+            mesh = sharding.make_mesh(MeshConfig(**sizes), devices)
+            report[model][name] = train_on(config, mesh, start, batches)
     print(json.dumps(report))
 
 
@@ -104,27 +120,38 @@ def report():
     return report_of(__file__)
 
 
+@models
 @pytest.mark.parametrize("mesh", ["data", "all axes"])
-def test_a_mesh_trains_to_the_same_losses(report, mesh):
-    alone = report["one device"]["losses"]
-    assert len(set(alone)) == 2 * STEPS
-    np.testing.assert_allclose(report[mesh]["losses"], alone, rtol=ROUNDING)
+def test_a_mesh_trains_to_the_same_losses(report, mesh, model):
+    alone, found = report[model]["one device"], report[model][mesh]
+    assert len(set(alone["losses"])) == 2 * STEPS
+    np.testing.assert_allclose(found["losses"], alone["losses"], rtol=ROUNDING)
+    assert len(found["routing"]) == (2 * STEPS if model == "moe" else 0)
+    for (balance, load), (balance_alone, load_alone) in zip(found["routing"], alone["routing"]):
+        np.testing.assert_allclose(balance, balance_alone, rtol=ROUNDING)
+        np.testing.assert_allclose(load, load_alone, rtol=ROUNDING)
+        np.testing.assert_allclose(np.sum(load, -1), 1, rtol=ROUNDING)
 
 
 def test_every_device_holds_its_part(report):
     whole = {"query": [3, 16, 4, 4], "down": [3, 24, 16], "mlp_norm": [3, 16]}
     part = {"query": [3, 8, 2, 4], "down": [3, 12, 8], "mlp_norm": [3, 8]}
-    params = report["all axes"]["params"]
+    params = report["dense"]["all axes"]["params"]
     for name in whole:
         got = params[f"layers.{name}"]
         assert got == [whole[name], part[name], 2 if name == "mlp_norm" else 4]
     assert params["embedding"] == params["output"] == [[64, 16], [32, 8], 4]
-    assert all(parts == 1 for _, _, parts in report["data"]["params"].values())  # plain copies
-    assert report["data"]["rows"] == [1, 5] and report["all axes"]["rows"] == [2, 5]
+    experts = report["moe"]["all axes"]["params"]
+    assert experts["layers.gate"] == [[3, 4, 16, 24], [3, 2, 8, 12], 8]
+    assert experts["layers.router"] == [[3, 16, 4], [3, 8, 4], 2]
+    for model in report.values():
+        assert all(parts == 1 for _, _, parts in model["data"]["params"].values())  # plain copies
+        assert model["data"]["rows"] == [1, 5] and model["all axes"]["rows"] == [2, 5]
 
 
-def test_moments_lie_where_their_params_lie(report):
-    for found in report.values():
+@models
+def test_moments_lie_where_their_params_lie(report, model):
+    for found in report[model].values():
         assert found["mu"] == found["nu"] == found["params"]
 
 

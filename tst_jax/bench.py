@@ -29,14 +29,15 @@ from tst_jax.errors import UserError
 
 
 def load_config(path):
-    """get_config() of a config file. Runs the file, which is Python."""
+    """get_config() of a config file. Runs the file, which is Python. FILE:ARM as for training."""
+    path, _, arm = str(path).partition(":")
     path = pathlib.Path(path)
     if not path.is_file():
         raise UserError(f"--config: {path} is no file; give one with get_config() -> Config")
     spec = importlib.util.spec_from_file_location("config_file", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.get_config()
+    return module.get_config(arm) if arm else module.get_config()
 
 
 def bench_step(config, bag_sizes, rounds: int) -> list[dict]:

@@ -10,6 +10,7 @@ import logging
 import pathlib
 
 import jax
+import numpy as np
 from absl import logging as absl_logging
 from orbax.checkpoint import v1 as ocp
 
@@ -95,6 +96,39 @@ class Checkpoints:
         Raises:
           CheckpointError: an array is absent or has another shape or dtype; all are listed.
         """
+        wanted = self._wanted(step, shapes, prefix)
+        places = jax.tree.leaves(shardings)
+        abstract = {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+            for (name, x), place in zip(wanted.items(), places, strict=True)
+        }
+        context = ocp.Context()
+        context.pytree.loading.partial_load = bool(prefix)
+        with context:
+            arrays = self._orbax.load_checkpointables(step, {"state": abstract})["state"]
+        return jax.tree.unflatten(jax.tree.structure(shapes), [arrays[name] for name in wanted])
+
+    def reader(self, step: int, shapes, prefix: str = ""):
+        """A function from a name in `shapes` to that array in host memory, read when it is called.
+
+        For what fits no device, or not twice in memory. Arguments and errors as in `restore`.
+        """
+        wanted = self._wanted(step, shapes, prefix)
+        context = ocp.Context()
+        context.pytree.loading.partial_load = True
+
+        def read(name: str) -> np.ndarray:
+            whole = f"{prefix}.{name}" if prefix else name
+            x = wanted[whole]
+            like = np.broadcast_to(np.zeros((), x.dtype), x.shape)  # takes no memory
+            with context:
+                found = self._orbax.load_checkpointables(step, {"state": {whole: like}})
+            return found["state"][whole]
+
+        return read
+
+    def _wanted(self, step, shapes, prefix) -> dict:
+        """Full name -> shape of a tree's arrays, all of which the checkpoint has as they are."""
         dotted = prefix + "." if prefix else ""
         wanted = {dotted + name: x for name, x in named_leaves(shapes).items()}
         saved = self.record(step)["arrays"]
@@ -109,16 +143,7 @@ class Checkpoints:
                 if saved.get(name) != expected.get(name)
             ]
             raise CheckpointError(f"checkpoint {step} does not fit:\n" + "\n".join(lines))
-        places = jax.tree.leaves(shardings)
-        abstract = {
-            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
-            for (name, x), place in zip(wanted.items(), places, strict=True)
-        }
-        context = ocp.Context()
-        context.pytree.loading.partial_load = bool(prefix)
-        with context:
-            arrays = self._orbax.load_checkpointables(step, {"state": abstract})["state"]
-        return jax.tree.unflatten(jax.tree.structure(shapes), [arrays[name] for name in wanted])
+        return wanted
 
     def close(self) -> None:
         """Ends the background threads, once the last save is on disk."""

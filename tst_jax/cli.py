@@ -81,7 +81,9 @@ def _parse(argv):
         hint = f"; did you mean --{near[0]}?" if near else "; --help lists what there is"
         raise UserError(f"unknown option --{error.flagname}{hint}") from None
     except flags.Error as error:
-        raise UserError(str(error).splitlines()[0]) from None
+        # A config file that raises has its whole traceback in here; its own words end it.
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise UserError(" ".join(dict.fromkeys((lines[0], lines[-1])))) from None
     except (KeyError, IndexError, AttributeError) as error:
         raise UserError(_unknown_field(argv, error)) from None
 

@@ -9,7 +9,7 @@ import dataclasses
 from tst_jax import schedule
 from tst_jax.errors import UserError
 from tst_jax.kernels import dispatch
-from tst_jax.models.transformer import ModelConfig
+from tst_jax.models.shapes import ModelConfig
 from tst_jax.optimizer import OptimizerConfig
 from tst_jax.schedule import ScheduleConfig, TSTConfig
 from tst_jax.sharding import MeshConfig
@@ -54,6 +54,7 @@ class Config:
     steps: int = 1000  # N, over both phases
     stop_after: int = -1  # end cleanly, with a checkpoint, once so many steps are done; -1: never
     log_every: int = 10  # steps between lines of metrics.jsonl
+    init_from: str = ""  # folder of a Hugging Face model to start from; "": random parameters
     loss_chunk: int = 1024  # positions whose logits exist at a time, on each device
     kernels: str = "auto"  # of bag mean and loss: auto, xla, pallas, interpret (kernels/README.md)
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
@@ -66,7 +67,10 @@ class Config:
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
 
 
-HARMLESS = ("stop_after", "log_every", "kernels", "data.store", "mesh", "eval", "checkpoint")
+HARMLESS = (
+    *("stop_after", "log_every", "kernels", "model.attention_backend"),
+    *("data.store", "mesh", "eval", "checkpoint"),
+)
 
 
 def stages(config: Config) -> list[schedule.Stage]:
@@ -107,6 +111,12 @@ def problems(config: Config) -> list[str]:
     if not config.data.store:
         found.append("data.store is empty; give the folder that tst_jax.prepare made")
     found += config.model.problems() + config.tst.problems() + config.optimizer.problems()
+    longest = config.model.max_positions
+    if config.model.positions == "learned" and config.data.positions > longest > 0:
+        found.append(
+            f"data.positions is {config.data.positions} and model.max_positions {longest}; learned "
+            "positions end there"
+        )
     found += config.mesh.problems()
     if config.steps >= 1:
         found += config.schedule.problems(config.steps)

@@ -124,7 +124,10 @@ if __name__ == "__main__":
             raise UserError(f"{store.path} is not the store this run was trained on; give --store")
         tokenizer = store.tokenizer()
         # Documents begin after a separator, so an empty prompt is one too.
-        prompt_ids = [store.separator_id] + tokenizer.encode(PROMPT.value).ids
+        prompt_ids = [
+            store.separator_id,
+            *tokenizer.encode(PROMPT.value, add_special_tokens=False).ids,
+        ]
         text = warning(record)
         if text:
             print(text, file=sys.stderr)

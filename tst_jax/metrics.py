@@ -31,11 +31,11 @@ class Writer:
         )
 
     def write(self, line: dict) -> None:
-        """`line` has `step`; its other numbers become TensorBoard scalars."""
+        """`line` has `step`; its other plain numbers become TensorBoard scalars."""
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         for name, value in line.items():
-            if name != "step" and not isinstance(value, str):
+            if name != "step" and isinstance(value, int | float):
                 self._events.add_scalar(name, value, line["step"])
 
     def close(self) -> None:

@@ -53,15 +53,15 @@ def _map_params(function, params):
 
 
 def is_matrix(param: nnx.Param, array=None) -> bool:
-    """True for what weight decay applies to: tables and matrices, not norm scales."""
-    return len(param.axes) >= 2
+    """True for what weight decay applies to: tables and matrices, not scales and biases."""
+    return param.inputs is not None
 
 
 def _muon_dimensions(param: nnx.Param, array):
     """Which axes of a (stacked) matmul weight Muon orthogonalises over; None: left to Adam."""
     if not param.inputs:
         return None
-    stacked = array.ndim - len(param.axes)
+    stacked = array.ndim - len(param.axes) + param.batched
     split = stacked + param.inputs
     return optax.contrib.MuonDimensionNumbers(
         tuple(range(stacked, split)), tuple(range(split, array.ndim))

@@ -26,6 +26,7 @@ from tst_jax.data import pipeline
 from tst_jax.data.store import open_store
 from tst_jax.errors import UserError
 from tst_jax.kernels import dispatch
+from tst_jax.models import attention, hugging_face
 from tst_jax.train_step import (
     at_switch,
     init_state,
@@ -34,6 +35,9 @@ from tst_jax.train_step import (
     make_train_step,
     state_shardings,
 )
+
+# Entries that table and head may have beyond the tokenizer's, so that they divide over a mesh.
+MOST_PADDING = 1023
 
 
 class TrainingError(UserError):
@@ -44,7 +48,7 @@ class TrainingError(UserError):
 class Programs:
     """What runs on the devices, compiled before the first step (rule 17)."""
 
-    init: object  # key data -> state
+    init: object  # key data -> state; with config.init_from: (key data, params) -> state
     switch: object  # state -> state
     steps: dict  # stage index -> (state, tokens) -> (state, metrics)
     evaluate: object  # (params, tokens) -> (nats, tokens)
@@ -63,10 +67,11 @@ def train(config: Config, workdir, title: str = "train") -> None:
     """
     config_lib.validate(config)
     store = open_store(config.data.store)
-    if store.vocab_size != config.model.vocab_size:
+    if not 0 <= config.model.vocab_size - store.vocab_size <= MOST_PADDING:
         raise ConfigError(
             f"model.vocab_size is {config.model.vocab_size} and {config.data.store} has "
-            f"{store.vocab_size} entries; set --config.model.vocab_size={store.vocab_size}"
+            f"{store.vocab_size} entries; set --config.model.vocab_size={store.vocab_size}, or up "
+            f"to {MOST_PADDING} more as padding"
         )
     stages = config_lib.stages(config)
     tokens = store.tokens("train")
@@ -80,9 +85,23 @@ def train(config: Config, workdir, title: str = "train") -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     found = dispatch.problem(config.kernels, list(mesh.devices.flat), config.model.dtype)
+    for stage in stages:
+        found = found or attention.problem(
+            config.model.attention_backend,
+            sharding.platform(mesh),
+            config.model.dtype,
+            config.model.head_dim,
+            stage.positions,
+        )
     if found:
         raise ConfigError(found)
     _check_rows_divide(config, stages, mesh)
+    if config.init_from and not (pathlib.Path(workdir) / "checkpoints").is_dir():
+        found = hugging_face.check_import(
+            config.init_from, config.model, store.tokenizer().get_vocab(with_added_tokens=True)
+        )
+        if found:
+            raise ConfigError("\n".join(found))
     checkpoints = _open_workdir(config, stages, workdir)
 
     with checkpoints:
@@ -109,7 +128,17 @@ def train(config: Config, workdir, title: str = "train") -> None:
             progress.say(f"the train split is read again: {plan.epochs} epochs are begun")
 
         programs = _compile(config, stages, mesh, shapes, shardings, step, last)
-        state = programs.init(key_data(config.seed)) if not step else None
+        state = None
+        if not step:
+            given = ()
+            if config.init_from:
+                progress.say(f"starting from {config.init_from}")
+                given = (
+                    hugging_face.load_into(
+                        shapes.params, shardings.params, config.init_from, config.model
+                    ),
+                )
+            state = programs.init(key_data(config.seed), *given)
         log = _Log(config, workdir, stages, step, counters, progress)
         record = lambda: {
             "phase": log.stage.phase,
@@ -213,9 +242,13 @@ def _compile(config, stages, mesh, shapes, shardings, step, last) -> Programs:
         make_eval_step(config, mesh), in_shardings=(shardings.params, batch), out_shardings=whole
     ).lower(shapes.params, int32(config.eval.rows, config.data.positions + 1))
     if step == 0:
+        given = (shapes.params,) if config.init_from else ()
         lowered["init"] = jax.jit(
-            lambda key: init_state(config, key), out_shardings=shardings
-        ).lower(key_data(0))
+            lambda key, *given: init_state(config, key, *given),
+            in_shardings=(whole, *([shardings.params] if given else [])),
+            out_shardings=shardings,
+            donate_argnums=[1] if given else [],
+        ).lower(key_data(0), *given)
     changes = config.tst.reset_optimizer or config.tst.reinit_embedding_and_head
     if changes:
         lowered["switch"] = jax.jit(
@@ -248,6 +281,20 @@ def _evaluate(evaluate, params, batches) -> float:
     return float(nats / count)
 
 
+def _routing(values) -> dict:
+    """What a line says of the experts: the least and most loaded of any layer, where 1 is an even
+    share, and the whole [layers, E] of shares."""
+    if "expert_load" not in values:
+        return {}
+    load = np.asarray(values["expert_load"])
+    return {
+        "router_loss": values["router_loss"],
+        "expert_load_min": float(load.min() * load.shape[-1]),
+        "expert_load_max": float(load.max() * load.shape[-1]),
+        "expert_load": [[float(f"{share:.3g}") for share in layer] for layer in load],
+    }
+
+
 class _Log:
     """Reads metrics one step late, counts, and writes a line every `log_every` steps."""
 
@@ -276,7 +323,7 @@ class _Log:
         self._pending = None
 
     def _read(self, step, stage, step_metrics):
-        values = {name: float(x) for name, x in jax.device_get(step_metrics).items()}
+        values = {name: np.asarray(x).tolist() for name, x in step_metrics.items()}
         if not math.isfinite(values["loss"]) or not math.isfinite(values["grad_norm"]):
             raise TrainingError(
                 f"loss {values['loss']} and gradient norm {values['grad_norm']} at step {step}; "
@@ -300,6 +347,7 @@ class _Log:
             "loss_minus_log_s": values["loss"] - math.log(targets),
             "lr": values["lr"],
             "grad_norm": values["grad_norm"],
+            **_routing(values),
             **self.counters,
             "step_seconds": seconds,
             "positions_per_second": stage.step_positions / seconds,

@@ -1,0 +1,142 @@
+"""Writes a run's last checkpoint as a Hugging Face model, tokenizer included.
+
+    python -m tst_jax.export --workdir=runs/quickstart/runs/tst-seed0 --out=exported
+
+What `AutoModelForCausalLM` and `AutoTokenizer` load from it answers as `tst_jax.generate` does.
+"""
+
+import json
+import pathlib
+import sys
+
+import jax
+import tqdm
+from tokenizers import Tokenizer, processors
+
+from tst_jax.checkpoint import CheckpointError, Checkpoints
+from tst_jax.data.store import open_store
+from tst_jax.errors import UserError
+from tst_jax.generate import read_run_config, warning
+from tst_jax.models.hugging_face import DTYPES, write_model
+from tst_jax.models.hugging_face_map import architecture
+from tst_jax.models.shapes import ModelConfig
+from tst_jax.models.transformer import Transformer
+
+
+def export(workdir, out, store=None, dtype: str = "float32", force: bool = False) -> None:
+    """Writes the Hugging Face folder `out` from a run's last checkpoint.
+
+    Reads one array at a time: memory holds the largest one, never the model.
+
+    Args:
+      workdir: of a run that `tst_jax.train` made.
+      out: the folder to make; it may exist if it is empty.
+      store: folder of the store that the run was trained on, if it was moved.
+      dtype: of the weights: float32 as they were trained, or bfloat16, rounded.
+      force: also from the superposition phase (rule 19).
+    Raises:
+      UserError: one line a problem; nothing is then left at `out`.
+    """
+    if dtype not in DTYPES:
+        raise UserError(f"--dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
+    run = read_run_config(workdir)
+    cfg = ModelConfig(**run["model"])
+    architecture(cfg)  # complains before the store is read
+    shapes = jax.eval_shape(lambda key: Transformer(cfg, key), jax.random.key(0))
+    folder = pathlib.Path(workdir) / "checkpoints"
+    with Checkpoints(folder, read_only=True) as checkpoints:
+        steps = checkpoints.steps()
+        if not steps:
+            raise CheckpointError(f"{folder} holds no checkpoint yet; let the run save one first")
+        record = checkpoints.record(steps[-1])
+        text = warning(record)
+        if text and not force:
+            raise UserError(f"{text.removeprefix('warning: ')}; train on, or give --force")
+        if text:
+            print(text, file=sys.stderr)
+        store = open_store(store or run["data"]["store"])
+        if store.fingerprint != record["store"]:
+            raise UserError(f"{store.path} is not the store this run was trained on; give --store")
+        with _Progress(f"step {steps[-1]} to {out}") as progress:
+            write_model(
+                out,
+                cfg,
+                checkpoints.reader(steps[-1], shapes, prefix="params"),
+                max_positions=cfg.max_positions or run["data"]["positions"],
+                separator_id=store.separator_id,
+                dtype=dtype,
+                files=_tokenizer_files(
+                    store.tokenizer(),
+                    store.separator_id,
+                    cfg.max_positions or run["data"]["positions"],
+                ),
+                progress=progress.update,
+            )
+
+
+def _tokenizer_files(tokenizer: Tokenizer, separator_id: int, max_positions: int) -> dict[str, str]:
+    """Name -> text of what `AutoTokenizer` reads, which begins each text with the separator:
+    a training document stands after one, and so does the prompt of `tst_jax.generate`.
+    """
+    separator = tokenizer.id_to_token(separator_id)
+    # In place of any other: training ids were made without special tokens.
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[separator, "$A"],
+        pair=[separator, "$A", separator, "$B:1"],
+        special_tokens=[(separator, separator_id)],
+    )
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": separator,
+        "eos_token": separator,
+        "model_max_length": max_positions,
+        "clean_up_tokenization_spaces": False,
+    }
+    return {
+        "tokenizer.json": tokenizer.to_str(pretty=True),
+        "tokenizer_config.json": json.dumps(settings, indent=2, ensure_ascii=False) + "\n",
+    }
+
+
+class _Progress:
+    """A bar on a terminal; elsewhere (a log) a line at each quarter."""
+
+    def __init__(self, title: str):
+        self._title, self._quarter, self._bar = title, 0, None
+
+    def update(self, done: int, total: int) -> None:
+        """`done` of `total` bytes are written."""
+        if sys.stderr.isatty():
+            if self._bar is None:
+                self._bar = tqdm.tqdm(total=total, desc=self._title, unit="B", unit_scale=True)
+            self._bar.update(done - self._bar.n)
+        elif done * 4 // total > self._quarter:
+            self._quarter = done * 4 // total
+            print(f"{self._title}: {done:,} of {total:,} bytes", flush=True)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        if self._bar is not None:
+            self._bar.close()
+
+
+if __name__ == "__main__":
+    from absl import flags
+
+    from tst_jax import cli
+
+    WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run that tst_jax.train made.")
+    OUT = flags.DEFINE_string("out", None, "Folder to make.")
+    STORE = flags.DEFINE_string("store", None, "Store with the tokenizer, if it was moved.")
+    DTYPE = flags.DEFINE_string("dtype", "float32", "Of the weights: float32 or bfloat16.")
+    FORCE = flags.DEFINE_bool("force", False, "Also from the superposition phase.")
+
+    def main():
+        for name, value in (("workdir", WORKDIR.value), ("out", OUT.value)):
+            if not value:
+                raise UserError(f"--{name} is missing; give a folder")
+        export(WORKDIR.value, OUT.value, STORE.value, DTYPE.value, FORCE.value)
+
+    cli.run(main, __doc__)
