@@ -5,6 +5,8 @@ decay touches matrices only, also where the optimizer has no mask for it; the gr
 before; Muon works on each layer's weight by itself.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,17 +18,27 @@ from tst_jax.models.transformer import ModelConfig, Transformer
 from tst_jax.optimizer import OptimizerConfig, is_matrix, make_optimizer
 
 CFG = ModelConfig(vocab_size=23, width=8, layers=2, heads=2, kv_heads=1, head_dim=6, ff=20)
+MOE = dataclasses.replace(CFG, experts=3, experts_per_token=1)
+GPT2 = dataclasses.replace(CFG, positions="learned", max_positions=5, mlp="gelu", biases=True)
 MATMULS = {"query": 1, "out": 2, "gate": 1}  # and how many axes of a layer's weight they sum over
-SCALES = {"mlp_norm", "final_norm"}
+EXPERTS = {"expert_gate": 1, "expert_down": 1}  # the same, of each expert's
+TABLES = {"embedding", "positions"}
+VECTORS = {"mlp_norm", "final_norm", "query_bias", "down_bias"}  # scales and biases
 LR, DECAY = 0.125, 0.5  # powers of two: their product is exact
 
 
 def random_params(seed):
     """Some of a decoder's params, a few of each kind, every array normal; {"query": nnx.Param}."""
     rng = np.random.default_rng(seed)
-    model = jax.eval_shape(lambda key: Transformer(CFG, key), jax.random.key(0))
+    shapes_of = lambda cfg: jax.eval_shape(lambda key: Transformer(cfg, key), jax.random.key(0))
+    model = shapes_of(CFG)
     layers = {name: getattr(model.layers, name) for name in (*MATMULS, "mlp_norm")}
     params = layers | {"embedding": model.embedding, "final_norm": model.final_norm}
+    for name in EXPERTS:
+        params[name] = getattr(shapes_of(MOE).layers, name.removeprefix("expert_"))
+    gpt2 = shapes_of(GPT2)
+    params |= {name: getattr(gpt2.layers, name) for name in ("query_bias", "down_bias")}
+    params["positions"] = gpt2.positions
     return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), params)
 
 
@@ -66,7 +78,7 @@ def test_weight_decay_touches_matrices_only(name):
     zeros = jax.tree.map(jnp.zeros_like, GRADS)
     got = by_name(updates(OptimizerConfig(name=name, weight_decay=DECAY), grads=zeros))
     for param, array in by_name(PARAMS).items():
-        want = 0 if param in SCALES else -LR * DECAY * array
+        want = 0 if param in VECTORS else -LR * DECAY * array
         np.testing.assert_array_equal(got[param], want, err_msg=param)
 
 
@@ -136,13 +148,16 @@ def test_decay_is_not_clipped():
 # ---- Muon
 
 
-def test_muon_orthogonalises_each_layers_weight_by_itself():
+def test_muon_orthogonalises_each_weight_by_itself():
     got = by_name(updates(OptimizerConfig(name="muon", weight_decay=0, clip=0)))
     muon = optax.contrib.muon(LR)
     alone = jax.jit(lambda grad: muon.update(grad, muon.init(grad), grad)[0])
-    for name, count in MATMULS.items():
+    for name, count in (MATMULS | EXPERTS).items():
         grads, update = by_name(GRADS)[name], got[name]
-        for layer in range(CFG.layers):
+        if name in EXPERTS:  # each of each layer is a weight
+            assert grads.shape[:2] == (2, 3)
+            grads, update = (x.reshape(-1, *x.shape[2:]) for x in (grads, update))
+        for layer in range(len(grads)):
             rows = int(np.prod(grads.shape[1 : 1 + count]))
             grad = jnp.asarray(grads[layer].reshape(rows, -1))
             want = alone(grad)
@@ -153,13 +168,13 @@ def test_muon_orthogonalises_each_layers_weight_by_itself():
             assert after.max() / after.min() < 2 < before.max() / before.min(), name
 
 
-def test_muon_leaves_tables_and_norm_scales_to_adam():
+def test_muon_leaves_tables_scales_and_biases_to_adam():
     adam = OptimizerConfig(name="adam", weight_decay=0, clip=0, options="nesterov=True")
     adam = by_name(updates(adam))
     muon = by_name(updates(OptimizerConfig(name="muon", weight_decay=0, clip=0)))
     for param in adam:
         same = np.allclose(muon[param], adam[param], rtol=1e-5)
-        assert same == (param not in MATMULS), param
+        assert same == (param in VECTORS | TABLES), param
 
 
 # ---- what makes no optimizer
