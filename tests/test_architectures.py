@@ -1,7 +1,7 @@
 """TST does not care what lies between embedding and head.
 
-Other architectures train through both phases, resume to the same bits, and sample (rules 15, 16).
-Experts' metrics; padded vocabularies.
+Other architectures train through both phases and sample; one with experts resumes to the same bits
+(rule 16). Experts' metrics; padded vocabularies.
 """
 
 import copy
@@ -36,14 +36,12 @@ def of_shape(config, name):
 
 @pytest.fixture(scope="module", params=SHAPES)
 def run(request, store, make_config, tmp_path_factory):
-    """(name, config, workdir of a run from start to end, of one that stopped after step 12)"""
+    """(name, config, workdir of a finished run)"""
     name = request.param
     config = of_shape(make_config(store), name)
-    whole, halved = (tmp_path_factory.mktemp(name) / part for part in ("whole", "halved"))
-    train(config, whole)
-    train(dataclasses.replace(config, stop_after=12), halved)
-    train(config, halved)
-    return name, config, whole, halved
+    workdir = tmp_path_factory.mktemp(name) / "run"
+    train(config, workdir)
+    return name, config, workdir
 
 
 def last_arrays(workdir, config):
@@ -52,24 +50,34 @@ def last_arrays(workdir, config):
     return jax.tree.map(np.asarray, load_model(workdir)[0])
 
 
-def test_it_learns_in_both_phases_and_resumes_to_the_same_bits(run):
-    name, config, whole, halved = run
-    lines = [line for line in read_metrics(whole) if "loss" in line]
+def training_lines(workdir):
+    return [line for line in read_metrics(workdir) if "loss" in line]
+
+
+def test_it_learns_in_both_phases(run):
+    _, config, workdir = run
+    lines = training_lines(workdir)
     assert [line["phase"] for line in lines] == ["superposition"] * 8 + ["recovery"] * 12
     first, before_switch, last = lines[0]["loss"], lines[7]["loss"], lines[-1]["loss"]
     assert abs(first - math.log(config.model.vocab_size)) < 0.3
     assert before_switch < first - 0.05 and last < first - 0.3
-    for a, b in zip(
-        *(jax.tree.leaves(last_arrays(folder, config)) for folder in (whole, halved)), strict=True
-    ):
+
+
+@pytest.mark.parametrize("run", ["moe"], indirect=True)
+def test_a_run_with_experts_resumes_to_the_same_bits(run, tmp_path):
+    _, config, workdir = run
+    train(dataclasses.replace(config, stop_after=12), tmp_path / "run")
+    train(config, tmp_path / "run")
+    got, want = (last_arrays(folder, config) for folder in (tmp_path / "run", workdir))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(a, b)
-    again = [line for line in read_metrics(halved) if "loss" in line]
-    assert [line["loss"] for line in again] == [line["loss"] for line in lines]
+    keys = ("loss", "router_loss", "expert_load")
+    pick = lambda folder: [[line[key] for key in keys] for line in training_lines(folder)]
+    assert pick(tmp_path / "run") == pick(workdir)
 
 
 def test_it_samples_what_its_forward_pass_says(run):
-    _, config, whole, _ = run
-    model, record = load_model(whole)
+    model, record = load_model(run[2])
     assert record["phase"] == "recovery"
     ids, prompt = [3, 14, 15], 3
     for _ in range(5):
@@ -79,8 +87,8 @@ def test_it_samples_what_its_forward_pass_says(run):
 
 
 def test_lines_tell_how_the_experts_were_loaded(run):
-    name, config, whole, _ = run
-    for line in [line for line in read_metrics(whole) if "loss" in line]:
+    name, config, workdir = run
+    for line in training_lines(workdir):
         keys = {"expert_load", "expert_load_min", "expert_load_max", "router_loss"}
         if name != "moe":
             assert not keys & line.keys()
@@ -100,7 +108,7 @@ def test_the_router_s_loss_is_trained_on_and_not_reported_as_loss(config, tmp_pa
         changed = of_shape(config, "moe")
         changed.stop_after, changed.model.router_loss = 2, coefficient
         train(changed, tmp_path / str(coefficient))
-        lines.append([line for line in read_metrics(tmp_path / str(coefficient)) if "loss" in line])
+        lines.append(training_lines(tmp_path / str(coefficient)))
     (first, second), (first_too, second_too) = lines
     assert first["loss"] == first_too["loss"] and first["router_loss"] == first_too["router_loss"]
     assert second["loss"] != second_too["loss"]
