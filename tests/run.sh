@@ -26,4 +26,5 @@ fi
 
 # Many tests compile the same small programs; each is compiled once.
 export JAX_COMPILATION_CACHE_DIR="$root/.venv/compiled" JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
-JAX_PLATFORMS=cpu "$PYTHON" -m pytest "$@"
+# Compiling is most of the time, and one process of it does not fill two cores.
+JAX_PLATFORMS=cpu "$PYTHON" -m pytest -n 2 --dist loadfile "$@"

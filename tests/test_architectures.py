@@ -14,6 +14,7 @@ import pytest
 
 from tst_jax.checkpoint import Checkpoints
 from tst_jax.config import ConfigError
+from tst_jax.errors import UserError
 from tst_jax.generate import load_model, sample
 from tst_jax.metrics import read_metrics
 from tst_jax.train import train
@@ -84,6 +85,9 @@ def test_it_samples_what_its_forward_pass_says(run):
         hidden = model.body(model.embed(np.asarray(ids)[None, :, None]))
         ids.append(int(model.logits(hidden)[0, -1].argmax()))
     assert sample(model, ids[:prompt], 5, temperature=0) == ids[prompt:]
+    if model.cfg.positions == "learned":  # a look-up behind the table's end would be silent
+        with pytest.raises(UserError, match="3 tokens of prompt and 14 new ones do not fit"):
+            sample(model, ids[:prompt], 14)
 
 
 def test_lines_tell_how_the_experts_were_loaded(run):

@@ -84,7 +84,15 @@ def sample(
       top_k: draw among the k likeliest only; 0: among all.
       seed: of the draws.
       stop_id: ends the text, and is not returned; -1: never.
+    Raises:
+      UserError: learned positions end before the text would.
     """
+    longest = model.cfg.max_positions
+    if model.cfg.positions == "learned" and len(prompt_ids) + max_tokens > longest:
+        raise UserError(
+            f"{len(prompt_ids)} tokens of prompt and {max_tokens} new ones do not fit the model's "
+            f"{longest} learned positions; lower --max_tokens, or shorten the prompt"
+        )
     cache = model.empty_cache(1, len(prompt_ids) + max_tokens)
     fed, at, new = np.asarray([prompt_ids], np.int32), 0, []
     key = jax.random.key(seed)
