@@ -18,11 +18,18 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from tst_jax import config as config_lib
 from tst_jax import sharding
 from tst_jax.config import Config, DataConfig
+from tst_jax.models import attention, moe
 from tst_jax.models.transformer import ModelConfig, Transformer
 from tst_jax.optimizer import OptimizerConfig
 from tst_jax.schedule import ScheduleConfig, TSTConfig
 from tst_jax.sharding import MeshConfig
-from tst_jax.train_step import init_state, key_data, make_train_step, state_shardings
+from tst_jax.train_step import (
+    init_state,
+    key_data,
+    make_eval_step,
+    make_train_step,
+    state_shardings,
+)
 
 STEPS = 3  # of each phase
 ROUNDING = 2e-6  # of a loss: sums over devices are float32 sums in another order
@@ -153,6 +160,27 @@ def test_every_device_holds_its_part(report):
 def test_moments_lie_where_their_params_lie(report, model):
     for found in report[model].values():
         assert found["mu"] == found["nu"] == found["params"]
+
+
+def test_steps_tell_the_layers_of_their_mesh(monkeypatch):
+    """Automatic sharding gives the same numbers here, but cannot partition a TPU's kernels."""
+    seen = []
+    for module, name in (moe, "mix_experts"), (attention, "attend"):
+        inner = getattr(module, name)
+
+        def spy(*args, inner=inner, name=name, **options):
+            seen.append((name, options["mesh"] if name == "attend" else args[-1]))
+            return inner(*args, **options)
+
+        monkeypatch.setattr(module, name, spy)
+    mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+    shapes = state_shardings(MOE, mesh)[0]
+    for stage in config_lib.stages(MOE):
+        rows = jax.ShapeDtypeStruct((stage.rows, stage.row_tokens), np.int32)
+        jax.eval_shape(make_train_step(MOE, stage, mesh), shapes, rows)
+    jax.eval_shape(make_eval_step(MOE, mesh), shapes.params, rows)
+    assert {name for name, _ in seen} == {"mix_experts", "attend"} and len(seen) >= 6
+    assert all(found is mesh for _, found in seen)
 
 
 # ---- what cannot be

@@ -64,6 +64,15 @@ class Checkpoints:
         """Steps that have a checkpoint, in rising order."""
         return sorted(checkpoint.step for checkpoint in self._orbax.checkpoints)
 
+    def last(self) -> int:
+        """The step of the last one; CheckpointError if there is none."""
+        steps = self.steps()
+        if not steps:
+            raise CheckpointError(
+                f"{self.folder} holds no checkpoint yet; let the run save one first"
+            )
+        return steps[-1]
+
     def save(self, step: int, state, record: dict) -> None:
         """Starts a save; returns once the arrays are copied. Nothing happens if it is there."""
         if step in self.steps():

@@ -13,10 +13,9 @@ import jax
 import tqdm
 from tokenizers import Tokenizer, processors
 
-from tst_jax.checkpoint import CheckpointError, Checkpoints
-from tst_jax.data.store import open_store
+from tst_jax.checkpoint import Checkpoints
 from tst_jax.errors import UserError
-from tst_jax.generate import read_run_config, warning
+from tst_jax.generate import open_run_store, read_run_config, warning
 from tst_jax.models.hugging_face import DTYPES, write_model
 from tst_jax.models.hugging_face_map import architecture
 from tst_jax.models.shapes import ModelConfig
@@ -45,31 +44,24 @@ def export(workdir, out, store=None, dtype: str = "float32", force: bool = False
     shapes = jax.eval_shape(lambda key: Transformer(cfg, key), jax.random.key(0))
     folder = pathlib.Path(workdir) / "checkpoints"
     with Checkpoints(folder, read_only=True) as checkpoints:
-        steps = checkpoints.steps()
-        if not steps:
-            raise CheckpointError(f"{folder} holds no checkpoint yet; let the run save one first")
-        record = checkpoints.record(steps[-1])
+        step = checkpoints.last()
+        record = checkpoints.record(step)
         text = warning(record)
         if text and not force:
             raise UserError(f"{text.removeprefix('warning: ')}; train on, or give --force")
         if text:
             print(text, file=sys.stderr)
-        store = open_store(store or run["data"]["store"])
-        if store.fingerprint != record["store"]:
-            raise UserError(f"{store.path} is not the store this run was trained on; give --store")
-        with _Progress(f"step {steps[-1]} to {out}") as progress:
+        store = open_run_store(run, record, store)
+        longest = cfg.max_positions or run["data"]["positions"]
+        with _Progress(f"step {step} to {out}") as progress:
             write_model(
                 out,
                 cfg,
-                checkpoints.reader(steps[-1], shapes, prefix="params"),
-                max_positions=cfg.max_positions or run["data"]["positions"],
+                checkpoints.reader(step, shapes, prefix="params"),
+                max_positions=longest,
                 separator_id=store.separator_id,
                 dtype=dtype,
-                files=_tokenizer_files(
-                    store.tokenizer(),
-                    store.separator_id,
-                    cfg.max_positions or run["data"]["positions"],
-                ),
+                files=_tokenizer_files(store.tokenizer(), store.separator_id, longest),
                 progress=progress.update,
             )
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tst_jax import sharding
-from tst_jax.checkpoint import CheckpointError, Checkpoints
-from tst_jax.data.store import open_store
+from tst_jax.checkpoint import Checkpoints
+from tst_jax.data.store import Store, open_store
 from tst_jax.errors import UserError
 from tst_jax.models.transformer import ModelConfig, Transformer
 
@@ -35,11 +35,17 @@ def load_model(workdir) -> tuple[Transformer, dict]:
     shardings = sharding.param_shardings(shapes, mesh)
     folder = pathlib.Path(workdir) / "checkpoints"
     with Checkpoints(folder, read_only=True) as checkpoints:
-        steps = checkpoints.steps()
-        if not steps:
-            raise CheckpointError(f"{folder} holds no checkpoint yet; let the run save one first")
-        record = checkpoints.record(steps[-1])
-        return checkpoints.restore(steps[-1], shapes, shardings, prefix="params"), record
+        step = checkpoints.last()
+        params = checkpoints.restore(step, shapes, shardings, prefix="params")
+        return params, checkpoints.record(step)
+
+
+def open_run_store(run: dict, record: dict, path=None) -> Store:
+    """The store that a run was trained on: at `path`, or where the run's config says."""
+    store = open_store(path or run["data"]["store"])
+    if store.fingerprint != record["store"]:
+        raise UserError(f"{store.path} is not the store this run was trained on; give --store")
+    return store
 
 
 def warning(record: dict) -> str | None:
@@ -127,9 +133,7 @@ if __name__ == "__main__":
             raise UserError("--max_tokens starts at 1, --temperature and --top_k at 0")
         run = read_run_config(WORKDIR.value)
         model, record = load_model(WORKDIR.value)
-        store = open_store(STORE.value or run["data"]["store"])
-        if store.fingerprint != record["store"]:
-            raise UserError(f"{store.path} is not the store this run was trained on; give --store")
+        store = open_run_store(run, record, STORE.value)
         tokenizer = store.tokenizer()
         # Documents begin after a separator, so an empty prompt is one too.
         prompt_ids = [

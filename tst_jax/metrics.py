@@ -7,6 +7,7 @@ import pathlib
 import sys
 import time
 
+import numpy as np
 import tensorboardX
 import tqdm
 
@@ -55,6 +56,23 @@ def read_metrics(workdir) -> list[dict]:
             if number + 1 < len(lines):
                 raise ValueError(f"{path}, line {number + 1} is not JSON: {line[:80]!r}") from None
     return found
+
+
+def of_experts(values: dict) -> dict:
+    """What a line says of the experts, from a step's metrics; empty for a dense model.
+
+    The least and the most loaded expert of any layer, where 1 is an even share, and all shares,
+    [layers, E], to three digits.
+    """
+    if "expert_load" not in values:
+        return {}
+    load = np.asarray(values["expert_load"])
+    return {
+        "router_loss": values["router_loss"],
+        "expert_load_min": float(load.min() * load.shape[-1]),
+        "expert_load_max": float(load.max() * load.shape[-1]),
+        "expert_load": [[float(f"{share:.3g}") for share in layer] for layer in load],
+    }
 
 
 class Progress:

@@ -130,14 +130,11 @@ def train(config: Config, workdir, title: str = "train") -> None:
         programs = _compile(config, stages, mesh, shapes, shardings, step, last)
         state = None
         if not step:
-            given = ()
+            given = []
             if config.init_from:
                 progress.say(f"starting from {config.init_from}")
-                given = (
-                    hugging_face.load_into(
-                        shapes.params, shardings.params, config.init_from, config.model
-                    ),
-                )
+                where = (shapes.params, shardings.params)
+                given = [hugging_face.load_into(*where, config.init_from, config.model)]
             state = programs.init(key_data(config.seed), *given)
         log = _Log(config, workdir, stages, step, counters, progress)
         record = lambda: {
@@ -281,20 +278,6 @@ def _evaluate(evaluate, params, batches) -> float:
     return float(nats / count)
 
 
-def _routing(values) -> dict:
-    """What a line says of the experts: the least and most loaded of any layer, where 1 is an even
-    share, and the whole [layers, E] of shares."""
-    if "expert_load" not in values:
-        return {}
-    load = np.asarray(values["expert_load"])
-    return {
-        "router_loss": values["router_loss"],
-        "expert_load_min": float(load.min() * load.shape[-1]),
-        "expert_load_max": float(load.max() * load.shape[-1]),
-        "expert_load": [[float(f"{share:.3g}") for share in layer] for layer in load],
-    }
-
-
 class _Log:
     """Reads metrics one step late, counts, and writes a line every `log_every` steps."""
 
@@ -347,7 +330,7 @@ class _Log:
             "loss_minus_log_s": values["loss"] - math.log(targets),
             "lr": values["lr"],
             "grad_norm": values["grad_norm"],
-            **_routing(values),
+            **metrics.of_experts(values),
             **self.counters,
             "step_seconds": seconds,
             "positions_per_second": stage.step_positions / seconds,
