@@ -2,7 +2,7 @@
 
 On the data 0, 1, 2, ... a token is its own place in the stream, so every batch says what it read:
 row after row the stream goes on across each switch; shuffled, an epoch reads every whole block
-once; the batch of a step follows from the step alone, on any number of hosts.
+once; the batch of a step follows from the step alone, and each process reads its rows of it.
 """
 
 import numpy as np
@@ -138,21 +138,35 @@ def test_a_batch_is_a_pure_function_of_the_step(size, shuffle):
             assert not list(batches(data, plan, index, stage.stop))
 
 
-@pytest.mark.parametrize("hosts", [2, 4])
+@pytest.mark.parametrize(
+    "shares", [[[0, 1], [2, 3]], [[0], [1], [2], [3]], [[1, 3], [0, 2], [1, 3]]]
+)
 @pytest.mark.parametrize("expand", ["length", "batch"])
-def test_hosts_feed_their_parts_of_one_batch(hosts, expand):
-    data = np.arange(PRIME)
+def test_processes_read_their_rows_of_one_batch(shares, expand):
+    """Any rows, also such as two processes share or as do not lie side by side, and no others."""
+
+    class Read(np.ndarray):
+        def __getitem__(self, index):
+            read.append((index.start, index.stop))
+            return super().__getitem__(index)
+
+    data, read = np.arange(PRIME), []
     plan = make_plan(PRIME, 12, 4, 6, dict(bag_size=3, ratio=0.5, expand=expand))
-    parts = [run_steps(data, plan, host=host, hosts=hosts) for host in range(hosts)]
-    for (stage, whole), *mine in zip(run_steps(data, plan), *parts, strict=True):
-        assert all(len(part) == stage.rows // hosts for _, part in mine)
-        np.testing.assert_array_equal(np.concatenate([part for _, part in mine]), whole)
-
-
-def test_rows_that_do_not_divide_over_hosts_are_refused():
-    plan = make_plan(PRIME, 12, 4, 6, dict(bag_size=3, ratio=0.5))
-    with pytest.raises(DataError, match=r"^4 rows a step do not divide over 3 processes$"):
-        batches(np.arange(PRIME), plan, 0, 0, hosts=3)
+    scale = {stage.rows: stage.rows // 4 for stage in plan.stages}
+    for numbers in shares:
+        wide = {
+            rows: np.concatenate([np.arange(n * k, n * k + k) for n in numbers])
+            for rows, k in scale.items()
+        }
+        for index, stage in enumerate(plan.stages):
+            mine = wide[stage.rows]
+            read.clear()
+            parts = list(batches(data.view(Read), plan, index, stage.start, mine))
+            whole = list(batches(data, plan, index, stage.start))
+            for part, all_rows in zip(parts, whole, strict=True):
+                np.testing.assert_array_equal(part, all_rows[mine])
+            starts = [(part[:, 0]).tolist() for part in parts]
+            assert read == [(k, k + stage.row_tokens) for step in starts for k in step]
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

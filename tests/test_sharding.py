@@ -1,13 +1,16 @@
 """Proves `tst_jax.sharding`: a mesh changes where arrays lie, not what is trained.
 
-One process with eight fake CPU devices takes three steps of each phase on several meshes, from one
-state and on the same batches, with a dense model and with experts, and prints losses and layouts;
-the tests read its report. Meshes and axes that cannot be are refused by name.
+One process with eight fake CPU devices starts a run on several meshes of 1, 2, 4 and 8 of them and
+takes ten steps of each phase, with a dense model and with experts, one of them in micro-batches,
+and prints losses, layouts and what the programs send; the tests read its report. Meshes and axes
+that cannot be are refused by name.
 """
 
 import dataclasses
 import functools
+import hashlib
 import json
+import math
 
 import jax
 import numpy as np
@@ -16,7 +19,7 @@ from eight_devices import report_of
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from tst_jax import config as config_lib
-from tst_jax import sharding
+from tst_jax import hlo, programs, sharding
 from tst_jax.config import Config, DataConfig
 from tst_jax.models import attention, moe
 from tst_jax.models.transformer import ModelConfig, Transformer
@@ -31,13 +34,17 @@ from tst_jax.train_step import (
     state_shardings,
 )
 
-STEPS = 3  # of each phase
+STEPS = 10  # of each phase
 ROUNDING = 2e-6  # of a loss: sums over devices are float32 sums in another order
 MESHES = {
     "one device": dict(data=1),
+    "tensor": dict(data=1, tensor=2),
+    "fsdp and expert": dict(data=1, fsdp=2, expert=2),
     "data": dict(data=8),
     "all axes": dict(data=1, fsdp=2, tensor=2, expert=2),
 }
+MICRO_BATCHES = {"fsdp and expert": 2}
+others = pytest.mark.parametrize("mesh", list(MESHES)[1:])
 CONFIG = Config(
     steps=2 * STEPS,
     loss_chunk=16,  # more than one chunk a step
@@ -74,28 +81,31 @@ def layouts(tree):
     }
 
 
-def train_on(config, mesh, start, batches):
-    """Three steps of each phase, as the trainer jits them; metrics, and where the state ends up."""
-    shardings = state_shardings(config, mesh)[1]
-    batch = sharding.batch_sharding(mesh)
-    state, losses, routing = jax.device_put(start, shardings), [], []
+def train_on(config, mesh, batches):
+    """Ten steps of each phase, as the trainer compiles them: metrics, layouts and collectives."""
+    shapes, shardings = state_shardings(config, mesh)
+    fast = {"xla_backend_optimization_level": 0}  # to compile, that is
+    init = jax.jit(
+        functools.partial(init_state, config), out_shardings=shardings, compiler_options=fast
+    )
+    state = init(key_data(0))
+    bits = hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(state)))
+    losses, routing, sent = [], [], {}
     for stage, parts in zip(config_lib.stages(config), batches, strict=True):
-        step = jax.jit(
-            make_train_step(config, stage, mesh),
-            in_shardings=(shardings, batch),
-            out_shardings=(shardings, sharding.replicated(mesh)),
-            compiler_options={"xla_backend_optimization_level": 0},  # to compile fast
-        )
+        step = programs.lower_step(config, stage, mesh, shapes, shardings).compile(fast)
+        sent[stage.phase] = hlo.collectives(step.as_text())
+        numbers = sharding.local_rows(mesh, stage.rows)
         for part in parts:
-            state, metrics = step(state, jax.device_put(part, batch))
+            rows = sharding.assemble(mesh, numbers, part[numbers], stage.rows)
+            state, metrics = step(state, rows)
             losses.append(float(metrics["loss"]))
             if config.model.experts:
                 load = np.asarray(metrics["expert_load"]).tolist()
                 routing.append([float(metrics["router_loss"]), load])
     (adam,) = [part for part in state.opt_state[1] if hasattr(part, "mu")]
     where = {name: layouts(getattr(adam, name)) for name in ("mu", "nu")}
-    rows = list(jax.device_put(parts[0], batch).addressable_shards[0].data.shape)
-    found = {"losses": losses, "routing": routing, "rows": rows}
+    found = {"start": bits.hexdigest(), "losses": losses, "routing": routing, "sent": sent}
+    found["rows"] = list(rows.addressable_shards[0].data.shape)
     return {**found, "params": layouts(state.params), **where}
 
 
@@ -107,15 +117,12 @@ def main():
     ]
     report = {}
     for model, config in CONFIGS.items():
-        start = jax.jit(
-            functools.partial(init_state, config),
-            compiler_options={"xla_backend_optimization_level": 0},
-        )(key_data(0))
-        start, report[model] = jax.tree.map(np.asarray, start), {}
+        report[model] = {}
         for name, sizes in MESHES.items():
-            devices = jax.devices()[: 1 if name == "one device" else 8]
+            devices = jax.devices()[: math.prod(sizes.values())]
             mesh = sharding.make_mesh(MeshConfig(**sizes), devices)
-            report[model][name] = train_on(config, mesh, start, batches)
+            one = dataclasses.replace(config, micro_batches=MICRO_BATCHES.get(name, 1))
+            report[model][name] = train_on(one, mesh, batches)
     print(json.dumps(report))
 
 
@@ -128,7 +135,13 @@ def report():
 
 
 @models
-@pytest.mark.parametrize("mesh", ["data", "all axes"])
+@others
+def test_a_run_starts_from_the_same_bits_on_every_mesh(report, mesh, model):
+    assert report[model][mesh]["start"] == report[model]["one device"]["start"]
+
+
+@models
+@others
 def test_a_mesh_trains_to_the_same_losses(report, mesh, model):
     alone, found = report[model]["one device"], report[model][mesh]
     assert len(set(alone["losses"])) == 2 * STEPS
@@ -142,11 +155,11 @@ def test_a_mesh_trains_to_the_same_losses(report, mesh, model):
 
 def test_every_device_holds_its_part(report):
     whole = {"query": [3, 16, 4, 4], "down": [3, 24, 16], "mlp_norm": [3, 16]}
-    part = {"query": [3, 8, 2, 4], "down": [3, 12, 8], "mlp_norm": [3, 8]}
+    part = {"query": [3, 8, 2, 4], "down": [3, 12, 8], "mlp_norm": [3, 16]}
     params = report["dense"]["all axes"]["params"]
     for name in whole:
         got = params[f"layers.{name}"]
-        assert got == [whole[name], part[name], 2 if name == "mlp_norm" else 4]
+        assert got == [whole[name], part[name], 1 if name == "mlp_norm" else 4]
     assert params["embedding"] == params["output"] == [[64, 16], [32, 8], 4]
     experts = report["moe"]["all axes"]["params"]
     assert experts["layers.gate"] == [[3, 4, 16, 24], [3, 2, 8, 12], 8]
@@ -154,6 +167,24 @@ def test_every_device_holds_its_part(report):
     for model in report.values():
         assert all(parts == 1 for _, _, parts in model["data"]["params"].values())  # plain copies
         assert model["data"]["rows"] == [1, 5] and model["all axes"]["rows"] == [2, 5]
+
+
+@models
+@others
+def test_superposition_sends_no_more_than_recovery(report, mesh, model):
+    """Rule 7: neither the bag mean nor the loss sends anything that grows with the bag size."""
+    sent = report[model][mesh]["sent"]
+    assert sent["superposition"] and sent["superposition"] == sent["recovery"]
+
+
+@models
+def test_what_is_sent_is_what_has_to_be(report, model):
+    """Data parallelism alone sends each gradient once, and scalars; no rows, no activations."""
+    found = report[model]["data"]
+    gradients = 4 * sum(math.prod(shape) for shape, _, _ in found["params"].values())
+    for sent in found["sent"].values():
+        assert list(sent) == ["all-reduce"]
+        assert gradients <= sent["all-reduce"] < gradients + 1000
 
 
 @models
@@ -197,8 +228,7 @@ def test_steps_tell_the_layers_of_their_mesh(monkeypatch):
     ],
 )
 def test_one_axis_takes_what_the_others_leave(sizes, shape):
-    mesh = sharding.make_mesh(MeshConfig(**sizes), list(range(8)))
-    assert mesh.devices.shape == shape and mesh.axis_names == sharding.AXES
+    assert sharding.mesh_shape(MeshConfig(**sizes), 8) == shape
 
 
 @pytest.mark.parametrize(
@@ -206,7 +236,7 @@ def test_one_axis_takes_what_the_others_leave(sizes, shape):
 )
 def test_a_mesh_that_the_devices_do_not_fill_is_refused(sizes):
     with pytest.raises(ValueError) as caught:
-        sharding.make_mesh(MeshConfig(**sizes), list(range(8)))
+        sharding.mesh_shape(MeshConfig(**sizes), 8)
     message = str(caught.value)
     assert "\n" not in message and "8 devices" in message and "mesh.*" in message
     assert all(f"{axis}={size}" in message for axis, size in sizes.items())
@@ -239,7 +269,29 @@ def test_specs_follow_the_names_of_the_axes():
     assert got.embedding.get_value().spec == PartitionSpec("tensor", "fsdp")
     assert got.layers.out.get_value().spec == PartitionSpec(None, "tensor", None, "fsdp")
     assert got.layers.gate.get_value().spec == PartitionSpec(None, "fsdp", "tensor")
-    assert got.final_norm.get_value().spec == PartitionSpec("fsdp")
+    assert got.final_norm.get_value().spec == PartitionSpec(None)
+
+
+def test_two_axes_that_claim_one_axis_of_the_mesh_are_refused_by_name(monkeypatch):
+    assert sharding.spec("batch", "position", "heads") == PartitionSpec(
+        ("data", "fsdp", "expert"), None, "tensor"
+    )
+    cases = {
+        ("batch", "embed"): "fsdp",
+        ("vocab", "heads"): "tensor",
+        ("experts", "batch"): "expert",
+    }
+    for names, axis in cases.items():
+        with pytest.raises(ValueError) as caught:
+            sharding.spec(*names)
+        message = str(caught.value)
+        assert all(repr(name) in message for name in names) and f"mesh.{axis}" in message
+    with pytest.raises(ValueError, match="'widht'.*width"):
+        sharding.spec("widht")
+    # A change of the table that makes params collide ends before any compile, with their name.
+    monkeypatch.setitem(sharding.RULES, "heads", "fsdp")
+    with pytest.raises(config_lib.ConfigError, match=r"layers\.out: axes .heads. and .embed."):
+        programs.layout(dataclasses.replace(CONFIG, data=DataConfig("x", 8, 4)))
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ run wants, because Orbax would cast a wrong dtype without a word.
 
 import contextlib
 import logging
-import pathlib
 
 import jax
 import numpy as np
 from absl import logging as absl_logging
+from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from tst_jax.errors import UserError
@@ -45,7 +45,9 @@ class Checkpoints:
     """
 
     def __init__(self, folder, keep: int = 2, always=(), read_only: bool = False):
-        self.folder = pathlib.Path(folder).absolute()
+        self.folder = epath.Path(folder)
+        if "://" not in str(folder):
+            self.folder = self.folder.absolute()
         policies = ocp.training.preservation_policies
         if read_only and not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} does not exist; give the workdir of a run")

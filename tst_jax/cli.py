@@ -7,7 +7,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from tst_jax import config as config_lib
-from tst_jax.errors import UserError
+from tst_jax.errors import Preempted, UserError
 
 
 def define_config():
@@ -35,7 +35,8 @@ def read_config(holder) -> config_lib.Config:
 
 
 def run(main, doc: str) -> None:
-    """Parses sys.argv, calls main(), and ends with status 2 and one line on a user's mistake.
+    """Parses sys.argv, calls main(), and ends with status 2 and one line on a user's mistake, or
+    with Preempted.STATUS where the run was told to end and can go on.
 
     Args:
       main: called without arguments.
@@ -55,6 +56,9 @@ def run(main, doc: str) -> None:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         sys.exit(2)
+    except Preempted as stop:
+        print(stop, file=sys.stderr)
+        sys.exit(Preempted.STATUS)
     except KeyboardInterrupt:
         sys.exit("interrupted; the same command resumes from the last checkpoint")
 

@@ -8,6 +8,7 @@ import dataclasses
 
 from tst_jax import schedule
 from tst_jax.errors import UserError
+from tst_jax.hosts import HostsConfig
 from tst_jax.kernels import dispatch
 from tst_jax.models.shapes import ModelConfig
 from tst_jax.optimizer import OptimizerConfig
@@ -55,6 +56,7 @@ class Config:
     stop_after: int = -1  # end cleanly, with a checkpoint, once so many steps are done; -1: never
     log_every: int = 10  # steps between lines of metrics.jsonl
     init_from: str = ""  # folder of a Hugging Face model to start from; "": random parameters
+    micro_batches: int = 1  # parts of a step's rows, one after the other: less memory, same numbers
     loss_chunk: int = 1024  # positions whose logits exist at a time, on each device
     kernels: str = "auto"  # of bag mean and loss: auto, xla, pallas, interpret (kernels/README.md)
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
@@ -63,13 +65,15 @@ class Config:
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    hosts: HostsConfig = dataclasses.field(default_factory=HostsConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
 
 
 HARMLESS = (
-    *("stop_after", "log_every", "kernels", "model.attention_backend"),
-    *("data.store", "mesh", "eval", "checkpoint"),
+    *("stop_after", "log_every", "micro_batches", "kernels"),
+    *("model.attention_backend", "model.remat"),
+    *("data.store", "mesh", "hosts", "eval", "checkpoint"),
 )
 
 
@@ -87,6 +91,7 @@ def problems(config: Config) -> list[str]:
         "seed": 0,
         "steps": 1,
         "log_every": 1,
+        "micro_batches": 1,
         "loss_chunk": 1,
         "data.rows": 1,
         "data.positions": 1,
@@ -110,6 +115,10 @@ def problems(config: Config) -> list[str]:
         found.append(f"kernels is {config.kernels!r}; choose one of {', '.join(dispatch.CHOICES)}")
     if not config.data.store:
         found.append("data.store is empty; give the folder that tst_jax.prepare made")
+    if config.micro_batches >= 1 and config.data.rows % config.micro_batches:
+        found.append(
+            f"data.rows is {config.data.rows}, no multiple of micro_batches {config.micro_batches}"
+        )
     found += config.model.problems() + config.tst.problems() + config.optimizer.problems()
     longest = config.model.max_positions
     if config.model.positions == "learned" and config.data.positions > longest > 0:
@@ -117,7 +126,7 @@ def problems(config: Config) -> list[str]:
             f"data.positions is {config.data.positions} and model.max_positions {longest}; learned "
             "positions end there"
         )
-    found += config.mesh.problems()
+    found += config.mesh.problems() + config.hosts.problems()
     if config.steps >= 1:
         found += config.schedule.problems(config.steps)
     if not found:

@@ -2,51 +2,95 @@
 
 import json
 import math
-import os
-import pathlib
 import sys
 import time
 
 import numpy as np
 import tensorboardX
 import tqdm
+from etils import epath
 
 
 class Writer:
     """Appends to `metrics.jsonl` (one JSON object a line) and to TensorBoard events.
 
     Args:
-      workdir: of the run.
+      workdir: of the run; a folder or gs://...
       resume_step: lines of later steps are dropped: those steps will run again.
+      silent: writes nothing; for all processes of a run but the first.
     """
 
-    def __init__(self, workdir, resume_step: int = 0):
-        self._path = pathlib.Path(workdir) / "metrics.jsonl"
+    def __init__(self, workdir, resume_step: int = 0, silent: bool = False):
+        self._file = self._events = None
+        if silent:
+            return
+        workdir = epath.Path(workdir)
         kept = [line for line in read_metrics(workdir) if line["step"] <= resume_step]
-        partial = self._path.with_suffix(".jsonl.partial")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        os.replace(partial, self._path)
-        self._file = open(self._path, "a")
+        self._file = _Appended(workdir / "metrics.jsonl", [json.dumps(line) for line in kept])
         self._events = tensorboardX.SummaryWriter(
-            str(pathlib.Path(workdir) / "tensorboard"), purge_step=resume_step + 1
+            str(workdir / "tensorboard"), purge_step=resume_step + 1
         )
 
     def write(self, line: dict) -> None:
         """`line` has `step`; its other plain numbers become TensorBoard scalars."""
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        if self._file is None:
+            return
+        self._file.append(json.dumps(line))
         for name, value in line.items():
             if name != "step" and isinstance(value, int | float):
                 self._events.add_scalar(name, value, line["step"])
 
+    def flush(self) -> None:
+        """All lines so far lie where a resumed run looks for them."""
+        if self._file is not None:
+            self._file.flush()
+
     def close(self) -> None:
-        self._file.close()
-        self._events.close()
+        if self._file is not None:
+            self._file.close()
+            self._events.close()
+
+
+class _Appended:
+    """A text file that begins with `lines` and grows; whole at any time.
+
+    A bucket cannot append: there it is written anew, at most every 30 seconds and at the end.
+    """
+
+    def __init__(self, path, lines):
+        self._path, self._lines = path, list(lines)
+        self._written = time.monotonic()
+        self._remote = "://" in str(path)
+        text = "".join(line + "\n" for line in self._lines)
+        partial = path.parent / (path.name + ".partial")
+        (path if self._remote else partial).write_text(text)
+        if not self._remote:
+            partial.replace(path)
+            self._file = open(path, "a")
+
+    def append(self, line):
+        if not self._remote:
+            self._file.write(line + "\n")
+            self._file.flush()
+            return
+        self._lines.append(line)
+        if time.monotonic() - self._written > 30:
+            self.flush()
+
+    def flush(self):
+        if self._remote:
+            self._path.write_text("".join(line + "\n" for line in self._lines))
+            self._written = time.monotonic()
+
+    def close(self):
+        self.flush()
+        if not self._remote:
+            self._file.close()
 
 
 def read_metrics(workdir) -> list[dict]:
     """The lines of a run's metrics.jsonl; a last one that a kill cut off is left out."""
-    path = pathlib.Path(workdir) / "metrics.jsonl"
+    path = epath.Path(workdir) / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     found = []
     for number, line in enumerate(lines):
@@ -82,14 +126,17 @@ class Progress:
       title: of the run, in front.
       start, stop: steps done so far, and to be done.
       seconds: at least between plain lines.
+      silent: says nothing; for all processes of a run but the first.
     """
 
-    def __init__(self, title: str, start: int, stop: int, seconds: float = 10.0):
-        self._title, self._stop, self._seconds = title, stop, seconds
+    def __init__(
+        self, title: str, start: int, stop: int, seconds: float = 10.0, silent: bool = False
+    ):
+        self._title, self._stop, self._seconds, self._silent = title, stop, seconds, silent
         self._first = None  # (time, step) of the first update: compiling is no step
         self._last = time.monotonic()
         self._bar = None
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and not silent:
             self._bar = tqdm.tqdm(
                 total=stop, initial=start, desc=title, unit="step", dynamic_ncols=True
             )
@@ -100,6 +147,8 @@ class Progress:
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
             self._bar.set_postfix_str(f"{phase}, {text}", refresh=False)
+            return
+        if self._silent:
             return
         now = time.monotonic()
         self._first = self._first or (now, step)
@@ -116,7 +165,7 @@ class Progress:
         """One line that stays."""
         if self._bar is not None:
             self._bar.write(f"{self._title}: {text}")
-        else:
+        elif not self._silent:
             print(f"{self._title}: {text}", flush=True)
 
     def close(self) -> None:

@@ -184,24 +184,12 @@ def bag_loss(
     Returns:
       (loss_sum, weight_sum), float32 scalars; loss_sum in nats.
     """
-    if objective not in OBJECTIVES:
-        raise ValueError(f"objective is {objective!r}; choose one of {', '.join(OBJECTIVES)}")
-    bag_size = targets_BxLxS.shape[-1]
     if hidden_BxLxD.ndim not in (2, 3) or hidden_BxLxD.shape[:-1] != targets_BxLxS.shape[:-1]:
         raise ValueError(
             f"hidden {hidden_BxLxD.shape} and targets {targets_BxLxS.shape}; "
             "give [B, L, D] and [B, L, S], or [N, D] and [N, S]"
         )
-    weights = np.full(bag_size, 1 / bag_size) if weights_S is None else weights_S
-    weights = jnp.asarray(weights, jnp.float32)
-    if weights.shape != (bag_size,):
-        raise ValueError(f"{weights.shape} slot weights for bags of {bag_size}; give one a slot")
-    mask_BxLxS = _checked_mask(mask_BxLxS, targets_BxLxS)
-    targets_BxLxS = jnp.where(mask_BxLxS, targets_BxLxS, 0)
-    if objective in ("mass", "bce"):
-        mask_BxLxS = mask_BxLxS & ~_repeats(targets_BxLxS, mask_BxLxS)
-        weights = weights / weights.max()
-    slots_BxLxS = jnp.where(mask_BxLxS, weights, 0)  # w_i m_i
+    targets_BxLxS, slots_BxLxS = _slots(targets_BxLxS, mask_BxLxS, weights_S, objective)
 
     shares_logsumexp = objective in linear_cross_entropy.OBJECTIVES
     if hidden_BxLxD.ndim == 2:
@@ -216,9 +204,38 @@ def bag_loss(
         )
     else:
         loss_sum = _objective_sum(_POSITION_LOSS[objective], head_VxD, *arrays, chunk)
+    return loss_sum, _count(slots_BxLxS, objective)
+
+
+def count_targets(targets_BxLxS, mask_BxLxS=None, *, weights_S=None, objective: str = "mce"):
+    """The denominator of `bag_loss` alone, a float32 scalar; arguments as there.
+
+    For who sums gradients of micro-batches: all of them are divided by the sum of their counts.
+    """
+    return _count(_slots(targets_BxLxS, mask_BxLxS, weights_S, objective)[1], objective)
+
+
+def _slots(targets_BxLxS, mask_BxLxS, weights_S, objective):
+    """Targets without what is not to be read, and the float32 weights w_i m_i of their slots."""
+    if objective not in OBJECTIVES:
+        raise ValueError(f"objective is {objective!r}; choose one of {', '.join(OBJECTIVES)}")
+    bag_size = targets_BxLxS.shape[-1]
+    weights = np.full(bag_size, 1 / bag_size) if weights_S is None else weights_S
+    weights = jnp.asarray(weights, jnp.float32)
+    if weights.shape != (bag_size,):
+        raise ValueError(f"{weights.shape} slot weights for bags of {bag_size}; give one a slot")
+    mask_BxLxS = _checked_mask(mask_BxLxS, targets_BxLxS)
+    targets_BxLxS = jnp.where(mask_BxLxS, targets_BxLxS, 0)
+    if objective in ("mass", "bce"):
+        mask_BxLxS = mask_BxLxS & ~_repeats(targets_BxLxS, mask_BxLxS)
+        weights = weights / weights.max()
+    return targets_BxLxS, jnp.where(mask_BxLxS, weights, 0)
+
+
+def _count(slots_BxLxS, objective):
     if objective in ("mce", "hinge"):
-        return loss_sum, slots_BxLxS.sum()
-    return loss_sum, (slots_BxLxS > 0).any(-1).sum().astype(jnp.float32)
+        return slots_BxLxS.sum()
+    return (slots_BxLxS > 0).any(-1).sum().astype(jnp.float32)
 
 
 def _repeats(targets, mask):

@@ -1,6 +1,7 @@
 """One pure training step, made for a bag size: superposition and recovery are two calls of it."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -67,44 +68,54 @@ def at_switch(config: Config, state: TrainState) -> TrainState:
     return dataclasses.replace(state, params=params, opt_state=opt_state)
 
 
-def stage_loss(config: Config, stage: schedule.Stage, params: Transformer, tokens_BxT, mesh=None):
-    """The stage's loss over rows of int32 tokens [B, T], in parts that add up over rows (rule 8).
-
-    Returns:
-      (numerator, denominator, `moe.Routing` of the layers or None).
-    """
-    kernels = sharding.kernels_on(mesh, config.kernels)
-    inputs, targets = superposition.split_rows(tokens_BxT, stage.bag_size, stage.mode)
-    hidden, _, routing = params.body_and_routing(params.embed(inputs, kernels=kernels), mesh=mesh)
-    options = dict(chunk=config.loss_chunk, kernels=kernels)
-    if stage.bag_size > 1:
-        options["weights_S"] = superposition.slot_weights(config.tst.weights, targets.shape[-1])
-        options["objective"] = config.tst.objective
-    return *superposition.bag_loss(hidden, params.head, targets, **options), routing
-
-
 def make_train_step(config: Config, stage: schedule.Stage, mesh=None):
-    """`train_step(state, tokens_BxT) -> (state, metrics)` for the steps of `stage`.
+    """`train_step(state, tokens_BxT, mask_BxT=None) -> (state, metrics)` for the steps of `stage`.
 
-    Pure. `metrics` are float32 scalars: loss (the raw value, rule 11), grad_norm (before clipping)
+    Pure. `tokens_BxT` is int32; `mask_BxT` is bool, False for a pad, and None means that there is
+    none. `metrics` are float32 scalars: loss (the raw value, rule 11), grad_norm (before clipping)
     and lr; with experts also router_loss (what balances them, 1 if they are balanced; it is trained
     on, times model.router_loss, and not part of loss) and expert_load [layers, E], the share of the
     positions' choices that fell on each. For `bag_size = 1` nothing of TST is in the program (rule
     16). Without the mesh, the arrays are left to automatic sharding.
     """
+    kernels = sharding.kernels_on(mesh, config.kernels)
+    of_targets = {}
+    if stage.bag_size > 1:
+        width = 1 if stage.mode == "input" else stage.bag_size
+        of_targets["weights_S"] = superposition.slot_weights(config.tst.weights, width)
+        of_targets["objective"] = config.tst.objective
 
-    def train_step(state: TrainState, tokens_BxT):
-        def mean_loss(params):
-            loss_sum, weight_sum, routing = stage_loss(config, stage, params, tokens_BxT, mesh)
-            loss = loss_sum / weight_sum
-            if routing is None:
-                return loss, {"loss": loss}
-            router_loss = routing.balance.mean() / stage.step_positions
-            load = routing.load_E / routing.load_E.sum(-1, keepdims=True)
-            total = loss + config.model.router_loss * router_loss
-            return total, {"loss": loss, "router_loss": router_loss, "expert_load": load}
+    def split(tokens_BxT, mask_BxT):
+        cut = lambda x: superposition.split_rows(x, stage.bag_size, stage.mode)
+        return *cut(tokens_BxT), *((None, None) if mask_BxT is None else cut(mask_BxT))
 
-        (_, metrics), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params)
+    def count(tokens_BxT, mask_BxT):
+        """What the sums of a whole step are divided by (rule 8): targets, and valid positions."""
+        _, targets, read, asked = split(tokens_BxT, mask_BxT)
+        positions = stage.step_positions if read is None else read.any(-1).sum()
+        return superposition.count_targets(targets, asked, **of_targets), positions
+
+    def loss_share(params, batch, totals):
+        """What some rows add to the loss of their step, and to its metrics."""
+        inputs, targets, read, asked = split(*batch)
+        weight, positions = totals
+        hidden = params.embed(inputs, read, kernels=kernels)
+        valid = None if read is None else read.any(-1)
+        hidden, _, routing = params.body_and_routing(hidden, mask_BxL=valid, mesh=mesh)
+        options = dict(chunk=config.loss_chunk, kernels=kernels, **of_targets)
+        loss = superposition.bag_loss(hidden, params.head, targets, asked, **options)[0] / weight
+        if routing is None:
+            return loss, {"loss": loss}
+        router_loss = routing.balance.mean() / positions
+        metrics = {"loss": loss, "router_loss": router_loss, "expert_load": routing.load_E}
+        return loss + config.model.router_loss * router_loss, metrics
+
+    def train_step(state: TrainState, tokens_BxT, mask_BxT=None):
+        batch = tokens_BxT, mask_BxT
+        share = functools.partial(loss_share, totals=count(*batch))
+        grads, metrics = _add_up(share, state.params, batch, config.micro_batches, mesh)
+        if "expert_load" in metrics:
+            metrics["expert_load"] /= metrics["expert_load"].sum(-1, keepdims=True)
         lr = schedule.learning_rate(config.schedule, config.steps, state.step)
         optimizer = make_optimizer(config.optimizer, lr)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -113,6 +124,30 @@ def make_train_step(config: Config, stage: schedule.Stage, mesh=None):
         return TrainState(params, opt_state, state.step + 1, state.rng), metrics
 
     return train_step
+
+
+def _add_up(share, params, batch, parts: int, mesh):
+    """Gradients and metrics of a step, summed over `parts` micro-batches, one after the other.
+
+    A share is divided by the whole step's counts, so the sum is the whole step's mean whatever the
+    masks of the parts: never a mean of means (rule 8).
+    """
+    gradients = jax.grad(share, has_aux=True)
+    if parts == 1:
+        return gradients(params, batch)
+
+    def cut(x):
+        # Part i holds rows i, i + parts, ...: some of each device's, so that no row moves.
+        x = jnp.moveaxis(x.reshape(-1, parts, x.shape[-1]), 1, 0)
+        return sharding.constrain(x, mesh, None, "batch", None)
+
+    def add(sums, part):
+        return jax.tree.map(jnp.add, sums, gradients(params, part)), None
+
+    batch = jax.tree.map(cut, batch)
+    shapes = jax.eval_shape(gradients, params, jax.tree.map(lambda x: x[0], batch))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return jax.lax.scan(add, zeros, batch)[0]
 
 
 def make_eval_step(config: Config, mesh=None):

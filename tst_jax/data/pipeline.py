@@ -101,46 +101,45 @@ class RowPlan:
 
 
 class StageRows:
-    """Random access to the rows of a stage that one host feeds: `rows[j]` is int32 [T]."""
+    """Random access to the rows of a stage that one process reads: `rows[j]` is int32 [T]."""
 
-    def __init__(self, tokens, plan: RowPlan, stage_index: int, host: int = 0, hosts: int = 1):
+    def __init__(self, tokens, plan: RowPlan, stage_index: int, numbers):
         self._tokens, self._plan, self._index = tokens, plan, stage_index
-        self._stage = plan.stages[stage_index]
-        self._host, self._local = host, self._stage.rows // hosts
+        self._stage, self._numbers = plan.stages[stage_index], numbers
 
     def __len__(self):
-        return (self._stage.stop - self._stage.start) * self._local
+        return (self._stage.stop - self._stage.start) * len(self._numbers)
 
     def __getitem__(self, j):
-        step, row = divmod(j, self._local)
-        k = step * self._stage.rows + self._host * self._local + row
+        step, row = divmod(j, len(self._numbers))
+        k = step * self._stage.rows + int(self._numbers[row])
         start = self._plan.start(self._index, k)
         return np.asarray(self._tokens[start : start + self._stage.row_tokens], np.int32)
 
 
-def batches(tokens, plan: RowPlan, stage_index: int, step: int, host: int = 0, hosts: int = 1):
-    """Iterator of this host's part of each step's batch, int32 [B / hosts, T], from `step` on.
+def batches(tokens, plan: RowPlan, stage_index: int, step: int, numbers=None):
+    """Iterator of this process' part of each step's batch, int32 [K, T], from `step` on.
 
     Args:
       tokens: the split's ids [tokens], any integer dtype, memory-mapped or not.
       plan: of the whole run.
       stage_index: which stage; ends with it.
       step: of the run, inside the stage.
-      host, hosts: this process among all.
+      numbers: the K rows of a batch to read, see `sharding.local_rows`; None: all of them.
     """
     stage = plan.stages[stage_index]
-    if stage.rows % hosts:
-        raise DataError(f"{stage.rows} rows a step do not divide over {hosts} processes")
-    rows = StageRows(tokens, plan, stage_index, host, hosts)
-    dataset = grain.MapDataset.source(rows).batch(stage.rows // hosts)[step - stage.start :]
+    numbers = np.arange(stage.rows) if numbers is None else numbers
+    rows = StageRows(tokens, plan, stage_index, numbers)
+    dataset = grain.MapDataset.source(rows).batch(len(numbers))[step - stage.start :]
     # Rows are slices of a memory map: buffers and threads (default: 500 and 16) would only cost.
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
 
 
-def eval_batches(tokens, rows: int, positions: int, limit: int):
-    """Next-token rows spread evenly over a held-out split: a list of int32 [rows, positions + 1].
+def eval_batches(tokens, rows: int, positions: int, limit: int, numbers=None):
+    """Next-token rows spread evenly over a held-out split: a list of int32 [K, positions + 1].
 
-    Whole batches only, so that one compiled program serves; about `limit` tokens (0: all).
+    Whole batches of `rows` rows only, so that one compiled program serves; about `limit` tokens
+    (0: all). Of each, the rows `numbers` are read (None: all).
 
     Raises:
       DataError: the split is shorter than one batch.
@@ -155,4 +154,6 @@ def eval_batches(tokens, rows: int, positions: int, limit: int):
     count = min(available, max(1, limit // batch)) if limit else available
     spacing = (len(tokens) - 1) // (count * rows)
     starts = np.arange(count * rows).reshape(count, rows, 1) * spacing
+    if numbers is not None:
+        starts = starts[:, numbers]
     return [np.asarray(tokens[part + np.arange(positions + 1)], np.int32) for part in starts]

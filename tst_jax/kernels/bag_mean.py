@@ -29,6 +29,9 @@ def bag_sum(table_VxD, tokens, mask, kernels: Kernels = Kernels()):
     def local(table, tokens, mask):
         if kernels.width:
             table = jax.lax.all_gather(table, kernels.width, axis=1, tiled=True)
+            # Bags are summed in float32, so the table travels in float32, whatever the bag size. At
+            # bag size 1 XLA would cast it first, and a comparison would not be of like with like.
+            table = jax.lax.optimization_barrier(table)
         tokens, mask = owned(tokens, mask, table.shape[0], kernels.vocab)
         paths = _tpu, lambda arch: _xla, _xla  # XLA's gather is the only path on a GPU
         measured = table.dtype == jnp.float32

@@ -21,9 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from tst_jax import superposition
+from tst_jax import sharding, superposition
 from tst_jax.kernels.dispatch import Kernels
 from tst_jax.models import attention, moe
+from tst_jax.models.linear import linear
 from tst_jax.models.shapes import ModelConfig
 
 
@@ -99,7 +100,7 @@ class Layer(nnx.Module):
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
         d, h, k, q, f = cfg.width, cfg.heads, cfg.kv_heads, cfg.head_dim, cfg.ff
         out = 1 / math.sqrt(2 * cfg.layers)  # the residual stream keeps its size with depth
-        _add_norm(self, "attention_norm", d, "embed", cfg.norm)
+        _add_norm(self, "attention_norm", d, "width", cfg.norm)
         self.query = _weight(rngs, (d, h, q), ("embed", "heads", "head_dim"))
         self.key = _weight(rngs, (d, k, q), ("embed", "kv_heads", "head_dim"))
         self.value = _weight(rngs, (d, k, q), ("embed", "kv_heads", "head_dim"))
@@ -108,7 +109,7 @@ class Layer(nnx.Module):
             self.query_bias = _vector((h, q), ("heads", "head_dim"))
             self.key_bias = _vector((k, q), ("kv_heads", "head_dim"))
             self.value_bias = _vector((k, q), ("kv_heads", "head_dim"))
-            self.out_bias = _vector((d,), ("embed",))
+            self.out_bias = _vector((d,), ("width",))
         if cfg.qk_norm:
             self.query_norm = _vector((q,), ("head_dim",), jnp.ones)
             self.key_norm = _vector((q,), ("head_dim",), jnp.ones)
@@ -119,7 +120,7 @@ class Layer(nnx.Module):
                 (h,), ("heads",), lambda n, t: jnp.linspace(0, 6, *n, dtype=t)
             )
             self.mixed_norm = _vector((q,), ("head_dim",), jnp.ones)
-        _add_norm(self, "mlp_norm", d, "embed", cfg.norm)
+        _add_norm(self, "mlp_norm", d, "width", cfg.norm)
         if cfg.experts:
             e = cfg.experts
             self.router = _weight(rngs, (d, e), ("embed", "choices"))
@@ -133,15 +134,20 @@ class Layer(nnx.Module):
         self.down = _weight(rngs, (f, d), ("mlp", "embed"), 1, out)
         if cfg.biases:
             self.up_bias = _vector((f,), ("mlp",))
-            self.down_bias = _vector((d,), ("embed",))
+            self.down_bias = _vector((d,), ("width",))
+
+    def linear(self, subscripts, x, name, rows):
+        """x times the weight `name`."""
+        weight = getattr(self, name)
+        return linear(subscripts, x, weight[...], weight.axes, rows.mesh)
 
     def attend(self, x_BxLxD, cfg, rows, cache):
         """What the positions read from each other, [B, L, D], and the cache with them in it."""
-        cast = lambda name: getattr(self, name)[...].astype(x_BxLxD.dtype)
-        bias = lambda name: cast(name + "_bias") if cfg.biases else 0
-        query = jnp.einsum("bld,dhq->blhq", x_BxLxD, cast("query")) + bias("query")
-        key = jnp.einsum("bld,dkq->blkq", x_BxLxD, cast("key")) + bias("key")
-        value = jnp.einsum("bld,dkq->blkq", x_BxLxD, cast("value")) + bias("value")
+        dtype = x_BxLxD.dtype
+        bias = lambda name: getattr(self, name + "_bias")[...].astype(dtype) if cfg.biases else 0
+        query = self.linear("bld,dhq->blhq", x_BxLxD, "query", rows) + bias("query")
+        key = self.linear("bld,dkq->blkq", x_BxLxD, "key", rows) + bias("key")
+        value = self.linear("bld,dkq->blkq", x_BxLxD, "value", rows) + bias("value")
         if cfg.qk_norm:
             query = rms_norm(query, self.query_norm[...], cfg.norm_eps)
             key = rms_norm(key, self.key_norm[...], cfg.norm_eps)
@@ -149,7 +155,7 @@ class Layer(nnx.Module):
             query = rope(query, rows.positions, cfg.rope_theta)
             key = rope(key, rows.positions, cfg.rope_theta)
         if cfg.attention == "linear":
-            gate = jnp.einsum("bld,dh->blh", x_BxLxD, cast("decay")).astype(jnp.float32)
+            gate = self.linear("bld,dh->blh", x_BxLxD, "decay", rows).astype(jnp.float32)
             # A sixteenth: a gate begins near one, and one step forgets little (GLA, section 4.4).
             log_decay = jax.nn.log_sigmoid(gate + self.decay_bias[...]) / 16
             mixed, state = attention.linear_attention(
@@ -164,21 +170,21 @@ class Layer(nnx.Module):
             write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, rows.at, axis=1)
             cache = jax.tree.map(write, cache, (key, value))
             mixed = attention.attend_cached(query, *cache, rows.positions)
-        return jnp.einsum("blhq,hqd->bld", mixed, cast("out")) + bias("out"), cache
+        return self.linear("blhq,hqd->bld", mixed, "out", rows) + bias("out"), cache
 
     def feed_forward(self, x_BxLxD, cfg, rows):
         """Each position by itself, [B, L, D], and how its experts were chosen."""
-        cast = lambda name: getattr(self, name)[...].astype(x_BxLxD.dtype)
-        bias = lambda name: cast(name + "_bias") if cfg.biases else 0
+        dtype = x_BxLxD.dtype
+        bias = lambda name: getattr(self, name + "_bias")[...].astype(dtype) if cfg.biases else 0
         if cfg.experts:
             weights = [getattr(self, name)[...] for name in ("router", "gate", "up", "down")]
             return moe.mix_experts(x_BxLxD, *weights, cfg.experts_per_token, rows.mask, rows.mesh)
-        up = x_BxLxD @ cast("up") + bias("up")
+        up = self.linear("bld,df->blf", x_BxLxD, "up", rows) + bias("up")
         if cfg.mlp == "swiglu":
-            up = jax.nn.silu(x_BxLxD @ cast("gate")) * up
+            up = jax.nn.silu(self.linear("bld,df->blf", x_BxLxD, "gate", rows)) * up
         else:
             up = jax.nn.gelu(up, approximate=True)
-        return up @ cast("down") + bias("down"), None
+        return self.linear("blf,fd->bld", up, "down", rows) + bias("down"), None
 
     def __call__(self, x_BxLxD, cfg, rows, cache=None):
         """The new residual stream, the layer's cache with these positions in it, the routing."""
@@ -202,7 +208,7 @@ class Transformer(nnx.Module):
             self.positions = _table(positions_rngs, cfg.max_positions, cfg, "position")
         make_layer = lambda key: Layer(cfg, nnx.Rngs(params=key))
         self.layers = jax.vmap(make_layer)(jax.random.split(layers_key, cfg.layers))
-        _add_norm(self, "final_norm", cfg.width, "embed", cfg.norm)
+        _add_norm(self, "final_norm", cfg.width, "width", cfg.norm)
         if not cfg.tied:
             self.output = _table(nnx.Rngs(params=head_key), cfg.vocab_size, cfg)
 
@@ -255,10 +261,12 @@ class Transformer(nnx.Module):
             hidden_BxLxD += self.positions[...].astype(hidden_BxLxD.dtype)[positions_BxL]
         rows = Rows(positions_BxL, segments_BxL, mask_BxL, at, mesh)
 
+        on_mesh = lambda x: sharding.constrain(x, mesh, "batch", "position", "width")
+
         def step(x, layer_and_cache):
             layer, layer_cache = layer_and_cache
-            x, layer_cache, routing = layer(x, cfg, rows, layer_cache)
-            return x, (layer_cache, routing)
+            x, layer_cache, routing = layer(on_mesh(x), cfg, rows, layer_cache)
+            return on_mesh(x), (layer_cache, routing)
 
         policies = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
         if cfg.remat != "none":

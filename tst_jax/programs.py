@@ -1,0 +1,171 @@
+"""What runs on the devices: the programs of a run, how they are compiled, and where they are kept.
+
+The trainer and the ahead-of-time check make the same programs here.
+"""
+
+import concurrent.futures
+import dataclasses
+import math
+import os
+import pathlib
+import time
+
+import jax
+import numpy as np
+
+from tst_jax import config as config_lib
+from tst_jax import schedule, sharding
+from tst_jax.config import Config, ConfigError
+from tst_jax.kernels import dispatch
+from tst_jax.models import attention
+from tst_jax.train_step import (
+    at_switch,
+    init_state,
+    key_data,
+    make_eval_step,
+    make_train_step,
+    state_shardings,
+)
+
+# All that XLA is told beyond its defaults, by platform.
+COMPILER_OPTIONS = {
+    "cpu": {},
+    "gpu": {
+        # Starts communication early and waits for it late, so that matmuls run meanwhile.
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        # Scatter-adds in a fixed order: a resumed run ends in the same bits.
+        "xla_gpu_deterministic_ops": True,
+    },
+    "tpu": {},
+}
+
+
+@dataclasses.dataclass
+class Programs:
+    """What runs on the devices, compiled before the first step (rule 17)."""
+
+    init: object  # key data -> state; with config.init_from: (key data, params) -> state
+    switch: object  # state -> state
+    steps: dict  # stage index -> (state, tokens) -> (state, metrics)
+    evaluate: object  # (params, tokens) -> (nats, tokens)
+
+
+def use_cache() -> None:
+    """Keeps compiled programs in ~/.cache/tst_jax, unless JAX_COMPILATION_CACHE_DIR names a place.
+
+    Set to nothing, it keeps none. A pod's hosts each have their own cache, or share one on gs://.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "tst_jax"
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+
+
+def layout(config: Config, devices=None):
+    """(mesh, shapes, shardings): where the state of a run lies, without allocating it.
+
+    Args:
+      config: validated.
+      devices: of the mesh; None: all that there are.
+    Raises:
+      ConfigError: mesh, rows, kernels and attention that do not go together, in one line.
+    """
+    stages = config_lib.stages(config)
+    try:
+        mesh = sharding.make_mesh(config.mesh, devices)
+        shapes, shardings = state_shardings(config, mesh)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    found = dispatch.problem(config.kernels, list(mesh.devices.flat), config.model.dtype)
+    for stage in stages:
+        found = found or attention.problem(
+            config.model.attention_backend,
+            sharding.platform(mesh),
+            config.model.dtype,
+            config.model.head_dim,
+            stage.positions,
+        )
+    parts = math.prod(mesh.shape[axis] for axis in sharding.RULES["batch"])
+    batches = {f"{stage.phase} rows": stage.rows / config.micro_batches for stage in stages}
+    for name, rows in (batches | {"eval.rows": config.eval.rows}).items():
+        if rows % parts:
+            found = found or (
+                f"{rows:g} {name} do not divide over mesh.data * mesh.fsdp * mesh.expert = {parts} "
+                "devices; change data.rows, micro_batches, eval.rows or mesh"
+            )
+    if found:
+        raise ConfigError(found)
+    return mesh, shapes, shardings
+
+
+def _int32(*shape):
+    return jax.ShapeDtypeStruct(shape, np.int32)
+
+
+def lower_step(config: Config, stage: schedule.Stage, mesh, shapes, shardings):
+    """The training step of a stage, `jax.stages.Lowered`; the state is donated."""
+    return jax.jit(
+        make_train_step(config, stage, mesh),
+        in_shardings=(shardings, sharding.batch_sharding(mesh)),
+        out_shardings=(shardings, sharding.replicated(mesh)),
+        donate_argnums=0,
+        compiler_options=COMPILER_OPTIONS[sharding.platform(mesh)],
+    ).lower(shapes, _int32(stage.rows, stage.row_tokens))
+
+
+def compile_run(config: Config, stages, mesh, shapes, shardings, step, last, say) -> Programs:
+    """Compiles whatever is needed from `step` to `last`, at the same time.
+
+    Args:
+      stages, shapes, shardings: of the run and its state.
+      say: called with one line that names the programs and their seconds.
+    """
+    batch, whole = sharding.batch_sharding(mesh), sharding.replicated(mesh)
+    lower = lambda function, *arguments, **options: jax.jit(
+        function, compiler_options=COMPILER_OPTIONS[sharding.platform(mesh)], **options
+    ).lower(*arguments)
+    began = time.perf_counter()
+    lowered = {}
+    for index, stage in enumerate(stages):
+        if stage.stop > step and stage.start < last:
+            lowered[index] = lower_step(config, stage, mesh, shapes, shardings)
+    lowered["evaluate"] = lower(
+        make_eval_step(config, mesh),
+        *(shapes.params, _int32(config.eval.rows, config.data.positions + 1)),
+        in_shardings=(shardings.params, batch),
+        out_shardings=whole,
+    )
+    if step == 0:
+        given = (shapes.params,) if config.init_from else ()
+        lowered["init"] = lower(
+            lambda key, *given: init_state(config, key, *given),
+            *(key_data(0), *given),
+            in_shardings=(whole, *([shardings.params] if given else [])),
+            out_shardings=shardings,
+            donate_argnums=[1] if given else [],
+        )
+    if config.tst.reset_optimizer or config.tst.reinit_embedding_and_head:
+        lowered["switch"] = lower(
+            lambda state: at_switch(config, state),
+            shapes,
+            in_shardings=(shardings,),
+            out_shardings=shardings,
+            donate_argnums=0,
+        )
+
+    def compile_one(lowered):
+        began = time.perf_counter()
+        return lowered.compile(), time.perf_counter() - began
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        compiled = dict(zip(lowered, pool.map(compile_one, lowered.values())))
+    names = {index: f"{stage.phase} s={stage.bag_size}" for index, stage in enumerate(stages)}
+    times = ", ".join(f"{names.get(name, name)} {s:.1f} s" for name, (_, s) in compiled.items())
+    say(f"compiled in {time.perf_counter() - began:.1f} s: {times}")
+    compiled = {name: program for name, (program, _) in compiled.items()}
+    unchanged = lambda state: state
+    return Programs(
+        compiled.pop("init", None),
+        compiled.pop("switch", unchanged),
+        evaluate=compiled.pop("evaluate"),
+        steps=compiled,
+    )
