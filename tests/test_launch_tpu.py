@@ -72,6 +72,18 @@ def test_tpu_run_that_saved_is_started_again_on_the_same_slice(machine):
     assert machine.steps() == ["describe", "create", "scp", "install", *again * 3, "delete"]
 
 
+def test_tpu_run_is_started_again_after_a_machine_was_stopped(machine):
+    """Which leaves no status; the other machines' runs fail for want of it."""
+    machine.answer(
+        no_slice(
+            '*sh\\ status*) [ $(seen "sh status") != 1 ] || { echo "exit status: none"; '
+            'echo "exit status: 134"; exit; }; echo "exit status: 0";;'
+        )
+    )
+    assert machine.run(*TPU, *RUN).returncode == 0
+    assert machine.steps().count("start") == 2 and machine.steps().count("create") == 1
+
+
 def test_tpu_run_is_not_started_again_for_ever(machine):
     machine.answer(no_slice('*sh\\ status*) echo "exit status: 75";;'))
     done = machine.run(*TPU, *RUN, "--retries=2")
@@ -239,4 +251,9 @@ def test_tpu_worker(worker):
     worker("start", "-m", "tst_jax.train")
     assert worker("status").stdout == "exit status: 0\n"
     assert "ended" not in worker("follow", "+1").stdout  # the log is this start's
+    assert "ended" in next((home / "tst_jax").glob("log.*")).read_text()  # and that one is kept
+
+    (home / "program").write_text("kill -KILL $PPID $$\n")  # as if the machine had been stopped
+    worker("start", "-m", "tst_jax.train")
+    assert worker("status").stdout == "exit status: none\n"
     assert worker("what").returncode == 2
