@@ -28,10 +28,7 @@ def bag_sum(table_VxD, tokens, mask, kernels: Kernels = Kernels()):
 
     def local(table, tokens, mask):
         if kernels.width:
-            table = jax.lax.all_gather(table, kernels.width, axis=1, tiled=True)
-            # Bags are summed in float32, so the table travels in float32, whatever the bag size. At
-            # bag size 1 XLA would cast it first, and a comparison would not be of like with like.
-            table = jax.lax.optimization_barrier(table)
+            table = _gather_as_it_is(table, kernels.width)
         tokens, mask = owned(tokens, mask, table.shape[0], kernels.vocab)
         paths = _tpu, lambda arch: _xla, _xla  # XLA's gather is the only path on a GPU
         measured = table.dtype == jnp.float32
@@ -41,6 +38,17 @@ def bag_sum(table_VxD, tokens, mask, kernels: Kernels = Kernels()):
 
     rows = kernels.rows
     return kernels.shard(local, (kernels.table, rows, rows), rows)(table_VxD, tokens, mask)
+
+
+def _gather_as_it_is(table_VxD, axes):
+    """Bags are summed in float32, so the table travels in float32, whatever the bag size.
+
+    At bag size 1 XLA would cast a float32 table before it travels, and a comparison of the phases
+    would not be of like with like; it cannot cast what it is told are integers.
+    """
+    bits = jax.lax.bitcast_convert_type(table_VxD, f"uint{8 * table_VxD.dtype.itemsize}")
+    bits = jax.lax.all_gather(bits, axes, axis=1, tiled=True)
+    return jax.lax.bitcast_convert_type(bits, table_VxD.dtype)
 
 
 def owned(tokens, valid, entries: int, axes):
