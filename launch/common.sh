@@ -8,7 +8,7 @@ if [ "$((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1]))" -lt 404 ]; then
 fi
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-SAVED=75             # what tst_jax.train ends with when it was told to end, and saved: start it again
+SAVED=75             # the end of a run that was told to end, and saved: start it again
 declare -A option=() # of the script's own arguments, by name
 passed=()            # --config.NAME=VALUE arguments, for tst_jax.train
 exec 3>&1 4>&2       # where run() writes, whoever reads what the command itself prints
@@ -69,7 +69,7 @@ number() { # number NAME LEAST DEFAULT
   [ "${option[$1]}" -ge "$2" ] || fail "--$1 is ${option[$1]}; give a number of at least $2"
 }
 
-# Checks --config and --workdir; `trainer` is then the command that every process runs, after Python.
+# Checks --config and --workdir; `trainer` is then what every process runs, after Python.
 check_run() {
   given config "a config file, for example --config=configs/dense_3b.py"
   given workdir "the folder of the run: one that all processes see, or gs://..."
@@ -88,7 +88,7 @@ check_copied() {
   matches config 'configs/[^:]*(:.*)?' "one in configs/, which is copied; others are not there"
   copied=(tst_jax configs launch requirements.txt)
   if [ -n "${option[store]:-}" ]; then
-    matches store 'gs://[^/]+/(.*[^/])' "the gs://BUCKET/FOLDER of a store, which each machine copies"
+    matches store 'gs://[^/]+/(.*[^/])' "the gs://BUCKET/FOLDER of a store, for each machine to copy"
   fi
 }
 

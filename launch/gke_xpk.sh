@@ -4,13 +4,13 @@
 #     bash launch/gke_xpk.sh --cluster=CLUSTER --workload=tst-3b --type=v5p-128 --slices=2 \
 #       --config=configs/dense_3b.py --workdir=gs://BUCKET/runs/3b --store=gs://BUCKET/store
 #
-# Needs xpk with what it needs itself (gcloud, kubectl, docker), and a cluster of `xpk cluster create`
-# whose nodes may write the bucket. Further arguments:
+# Needs xpk with what it needs itself (gcloud, kubectl, docker), and a cluster that `xpk cluster
+# create` made, whose nodes may write the bucket. Further arguments:
 #
 #     --project=ID --zone=ZONE  other than gcloud's own
 #     --slices=N         how many slices of that type (1)
 #     --image=IMAGE      to put the code into; Python 3.11 to 3.13, Debian's or alike (python:3.12)
-#     --store=gs://...   token store that each machine copies; else --config.data.store names a folder
+#     --store=gs://...   token store that each machine copies; else --config.data.store is one
 #     --retries=N        how often the workload is started again when told to end, or stopped (10)
 #     --follow           shows the log of a workload that is there
 #     --stop             tells the workload to end, and deletes it; the run can be resumed
@@ -68,7 +68,7 @@ if [ -z "${option[follow]:-}" ]; then
     "--restart-on-exit-codes=$SAVED" --termination-grace-period-seconds=300 "--command=$command"
 fi
 
-# A log ends where its container does, and before the first and after each there is none for a while.
+# A log ends where its container does; before the first and after each there is none for a while.
 # So: show what there is, ask for a minute whether all has ended, and again.
 labels="jobset.sigs.k8s.io/jobset-name=$name,jobset.sigs.k8s.io/job-index=0"
 labels+=",batch.kubernetes.io/job-completion-index=0"

@@ -5,14 +5,14 @@
 #     bash launch/tpu_pod.sh --name=tst --zone=us-east5-a --type=v6e-64 --spot \
 #       --config=configs/dense_3b.py --workdir=gs://BUCKET/runs/3b --store=gs://BUCKET/store
 #
-# Needs gcloud, logged in, with the TPU API on and quota; the slice's service account must be able to
-# write the bucket. Further arguments:
+# Needs gcloud, logged in, with the TPU API on and quota; the slice's service account must be able
+# to write the bucket. Further arguments:
 #
 #     --project=ID       other than gcloud's own
 #     --runtime=VERSION  of the slice's machines; by default the one for v5litepod, v5p or v6e
-#     --store=gs://...   token store that each machine copies; else --config.data.store names a folder
+#     --store=gs://...   token store that each machine copies; else --config.data.store is one
 #     --spot             a cheaper slice, which may be taken away; another is made then
-#     --retries=N        how often a run that was told to end, or lost its slice, is started again (10)
+#     --retries=N        how often a run that was told to end, or lost its slice, goes on (10)
 #     --keep             leaves the slice there at the end
 #     --config.NAME=...  for tst_jax.train
 #     --dry_run          prints the commands of an undisturbed run only
@@ -85,7 +85,7 @@ leave() {
 trap finish EXIT
 trap leave INT TERM HUP
 
-look() { # sets `state`: READY, PREEMPTED..., `none` without a slice, `unknown` with what gcloud said
+look() { # sets `state`: READY, PREEMPTED..., none (no slice), or unknown, with what gcloud said
   state=none found=
   [ -z "${option[dry_run]:-}" ] || { tpu describe "" '--format=value(state)' && return; }
   found="$(tpu describe "" '--format=value(state)' 2>&1)" && state="${found##*$'\n'}" && return
@@ -123,8 +123,8 @@ prepare() {
   ready=1
 }
 
-# Shows the log until the run ends, through lost connections. Sets `outcome`: finished, again (it was
-# told to end and saved, or its machines were stopped), lost (there is no slice any more), or failed.
+# Shows the log until the run ends, through lost connections. Sets `outcome`: finished, again (it
+# was told to end and saved, or machines were stopped), lost (there is no slice any more), failed.
 watch() {
   local lines=+1 failures=0 since statuses
   while true; do

@@ -6,7 +6,7 @@
 #     bash tpu_worker.sh store gs://...                     copies a token store
 #     bash tpu_worker.sh start ARGUMENT...                  starts Python with these, if none runs
 #     bash tpu_worker.sh follow LINES                       its log, from there until it ends
-#     bash tpu_worker.sh status                             waits for its end, prints its exit status
+#     bash tpu_worker.sh status                             its exit status, once it has ended
 set -euo pipefail
 here="$HOME/tst_jax"
 mkdir -p "$here"
