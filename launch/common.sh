@@ -88,7 +88,7 @@ check_copied() {
   matches config 'configs/[^:]*(:.*)?' "one in configs/, which is copied; others are not there"
   copied=(tst_jax configs launch requirements.txt)
   if [ -n "${option[store]:-}" ]; then
-    matches store 'gs://[^/]+/(.*[^/])' "the gs://BUCKET/FOLDER of a store, for each machine to copy"
+    matches store 'gs://[^/]+/(.*[^/])' "a gs://BUCKET/FOLDER of a store that each machine copies"
   fi
 }
 

@@ -178,7 +178,7 @@ def test_bad_arguments_of_all(machine, script, arguments, words):
         ([*TPU, *RUN, "--spot=yes"], "--spot takes no value"),
         ([*TPU, RUN[0], "--workdir=runs/x"], "is deleted with the slice"),
         ([*TPU, *RUN, "--config=requirements.txt"], "one in configs/"),
-        ([*TPU, *RUN, "--store=here"], "--store is here; give the gs://"),
+        ([*TPU, *RUN, "--store=here"], "--store is here; give a gs://"),
         ([GKE[0], *GKE[2:], *RUN], "--cluster is missing"),
         ([*GKE[:2], GKE[3], *RUN], "--workload is missing"),
         ([*GKE[:3], *RUN], "--type is missing"),
