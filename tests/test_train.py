@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tst_jax import config as config_lib
-from tst_jax import flops, generate, metrics, programs, sharding
+from tst_jax import flops, generate, metrics, sharding
 from tst_jax.checkpoint import CheckpointError, Checkpoints, named_leaves
 from tst_jax.config import ConfigError
 from tst_jax.data.pipeline import RowPlan, batches, eval_batches
@@ -253,35 +253,6 @@ def test_variants_train(make_config, store, tmp_path, settings):
     evals = [line["eval_loss"] for line in lines if "eval_loss" in line]
     assert evals[-1] < math.log(61) - 0.3
     assert lines[-1]["positions"] == 20 * 32
-
-
-def test_both_phases_compile_before_step_0(make_config, store, tmp_path, monkeypatch):
-    """A recovery step that cannot be compiled ends the run before it trains anything (rule 17)."""
-
-    def broken(config, stage, mesh):
-        if stage.bag_size == 1:
-            return lambda state, tokens: (state, tokens @ tokens)
-        return make_train_step(config, stage, mesh)
-
-    monkeypatch.setattr(programs, "make_train_step", broken)
-    with pytest.raises(TypeError):
-        train(make_config(store), tmp_path / "run")
-    assert not (tmp_path / "run/metrics.jsonl").exists()
-
-
-def test_state_is_donated(make_config, store):
-    """The step writes into its input's buffers: a run holds one copy of its state."""
-    config = make_config(store)
-    said = []
-    compiled = programs.compile_run(
-        config, config_lib.stages(config), *programs.layout(config), 0, config.steps, said.append
-    )
-    (line,) = said
-    for name in ("superposition s=3 ", "recovery s=1 ", "evaluate ", "init "):
-        assert name in line and line.startswith("compiled in ")
-    size = sum(x.nbytes for x in jax.tree.leaves(compiled.init(key_data(0))))
-    for program in compiled.steps.values():
-        assert program.memory_analysis().alias_size_in_bytes == size
 
 
 def test_nonfinite_loss_is_never_saved(make_config, store, tmp_path):

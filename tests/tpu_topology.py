@@ -1,27 +1,19 @@
 """Compiles for a TPU without one: the compiler is in libtpu, and a topology says what to aim at.
 
-Import this before anything that loads libtpu. The four topologies are the smallest that every
-libtpu accepts (one host of four chips); a program is compiled for the first of them, or for all.
+The four topologies are the smallest that every libtpu accepts (one host of four chips); a program
+is compiled for the first of them, or for all.
 """
 
 import functools
-import importlib.util
 import math
-import os
 
-# libtpu asks a metadata server and other hosts about itself unless it is told.
-for _name, _value in {
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-}.items():
-    os.environ.setdefault(_name, _value)
+import jax
+import numpy as np
+import pytest
+from jax.experimental import topologies
 
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-import pytest  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
+from tst_jax import aot
+from tst_jax.errors import UserError
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 
@@ -29,8 +21,10 @@ TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "
 @functools.cache
 def chips(generation):
     """The devices of one host of a generation; skips a test without libtpu."""
-    if importlib.util.find_spec("libtpu") is None:
-        pytest.skip("libtpu is not installed; it holds the compiler for TPUs")
+    try:
+        aot.prepare_compiler()
+    except UserError as error:
+        pytest.skip(str(error))
     return topologies.get_topology_desc(TOPOLOGIES[generation], platform="tpu").devices
 
 

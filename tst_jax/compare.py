@@ -208,11 +208,12 @@ if __name__ == "__main__":
     EQUAL_DATA = flags.DEFINE_bool("equal_data", False, "Add a baseline with as many tokens.")
 
     def main():
-        from tst_jax import report
+        from tst_jax import programs, report
 
         config = cli.read_config(CONFIG)
         if not WORKDIR.value:
             raise UserError("--workdir is missing; give the folder of the comparison")
+        programs.use_cache()
         summary = compare(config, WORKDIR.value, SEEDS.value, EQUAL_LOSS.value, EQUAL_DATA.value)
         print("\n" + report.text_table(summary))
         print(f"\n{report.verdict(summary)}\nReport: {WORKDIR.value}/report.html")

@@ -81,6 +81,10 @@ def train(config: Config, workdir, title: str = "train") -> None:
 
 def _check(config, workdir) -> _Run:
     config_lib.validate(config)
+    try:
+        workdir.exists()
+    except ImportError as error:  # gs://, s3:// need packages that others do without
+        raise ConfigError(f"{workdir} cannot be reached: {error}") from None
     store = open_store(config.data.store)
     if not 0 <= config.model.vocab_size - store.vocab_size <= MOST_PADDING:
         raise ConfigError(

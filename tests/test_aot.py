@@ -1,0 +1,142 @@
+"""Proves `tst_jax.aot`: the command tells what the compiler for TPUs says of both phases.
+
+A small model is compiled for a v5e host as a user would; its bytes of state follow from the shapes,
+and a superposition step sends what a recovery step sends. What does not fit is refused with a
+setting that does, found by compiling.
+"""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tst_jax import aot, flops
+from tst_jax.bench import load_config
+from tst_jax.errors import UserError
+
+ROOT = pathlib.Path(__file__).parents[1]
+CONFIG = """
+from tst_jax.config import Config, DataConfig
+from tst_jax.models.shapes import ModelConfig
+from tst_jax.schedule import TSTConfig
+from tst_jax.sharding import MeshConfig
+
+
+def get_config():
+    return Config(
+        model=ModelConfig(
+            vocab_size=1024, width=256, layers=2, heads=2, kv_heads=2, ff=256, dtype="bfloat16"
+        ),
+        tst=TSTConfig(bag_size=16, ratio=0.3),
+        data=DataConfig(store="none is needed", rows=16, positions=256),
+        mesh=MeshConfig(data=1, fsdp=-1),
+    )
+"""
+PHASE = {
+    *("argument_bytes", "temp_bytes", "output_bytes", "peak_bytes", "hbm_bytes", "flops"),
+    *("collectives", "compile_seconds"),
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    path = tmp_path_factory.mktemp("aot") / "small.py"
+    path.write_text(CONFIG)
+    return path
+
+
+def check(config, topology, *arguments):
+    """The command, finished; its figures lie beside the config."""
+    try:
+        aot.prepare_compiler()
+    except UserError as error:
+        pytest.skip(str(error))
+    command = [sys.executable, "-m", "tst_jax.aot", f"--config={config}", f"--topology={topology}"]
+    return subprocess.run(
+        [*command, f"--json={config.parent}/fit.json", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_both_phases_of_a_run_that_fits(config):
+    done = check(config, "v5e:2x2")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((config.parent / "fit.json").read_text())
+    assert figures["fits"] is True and figures["chips"] == 4
+    assert figures["mesh"] == {"data": 1, "fsdp": 4, "tensor": 1, "expert": 1}
+    model = load_config(config).model
+    large = 2 * 1024 * 256 + 2 * (4 * 256 * 2 * 16 + 3 * 256 * 256)  # tables and matrices
+    scales = 5 * 256
+    for name in ("superposition", "recovery"):
+        found = figures[name]
+        assert found.keys() >= PHASE
+        assert found["parameter_bytes"] == 4 * (large // 4 + scales)
+        assert found["optimizer_bytes"] == 2 * found["parameter_bytes"] + 4
+        assert found["flops"] == flops.step_flops(model, 16, 256)
+        assert found["parameter_bytes"] < found["argument_bytes"] < found["peak_bytes"]
+        assert found["peak_bytes"] < found["hbm_bytes"] == int(15.75 * 2**30)
+        assert f"{found['peak_bytes'] / 2**30:.2f}" in done.stdout
+        assert found["collectives"] and found["compile_seconds"] > 0
+    ours, theirs = (sum(figures[name]["collectives"].values()) for name in aot.PHASES)
+    assert ours == theirs >= 4 * 2 * 1024 * 256  # the table, and its gradient, at least
+    assert figures["superposition"]["peak_bytes"] <= 1.03 * figures["recovery"]["peak_bytes"]
+
+
+def test_what_does_not_fit_is_refused_with_what_would(config):
+    arguments = ["--config.data.rows=4096", "--config.data.positions=4096", "--config.tst.ratio=0"]
+    done = check(config, "v5e:2x2", *arguments)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()[-1:]
+    figures = json.loads((config.parent / "fit.json").read_text())
+    assert figures["fits"] is False and figures["superposition"] is None
+    assert figures["recovery"]["peak_bytes"] > figures["recovery"]["hbm_bytes"]
+    assert line.startswith("error: recovery needs ") and "15.75 GiB" in line
+    assert figures["would_fit"].startswith("--config.model.remat=full")
+    assert f"with {figures['would_fit']} it fits" in line
+
+
+@pytest.mark.parametrize(
+    "topology, arguments, words",
+    [
+        ("v9:2x2", [], ["--topology=v9:2x2", "v5e:4x4"]),
+        ("v5e:2x3", [], ["--topology=v5e:2x3"]),
+        ("v5e:2x2", ["--config.mesh.fsdp=3"], ["4 devices", "fsdp=3"]),
+        ("v5e:2x2", ["--config.data.rows=6"], ["rows", "devices"]),
+        ("v5e:2x2", ["--config.model.attention_backend=cudnn"], ["cudnn", "tpu"]),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(config, topology, arguments, words):
+    done = check(config, topology, *arguments)
+    assert done.returncode == 2
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and all(word in lines[0] for word in words), done.stderr
+
+
+def test_the_compilers_own_words_are_understood():
+    older = (
+        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
+        "temporaries (241.53G) exceeds available HBM (15.75G)."
+    )
+    other = "RESOURCE_EXHAUSTED: ... Used 16.80G of 15.75G hbm. Exceeded hbm capacity by 1.05G."
+    assert aot._needed(older) == int(241.53 * 2**30)
+    assert aot._needed(other) == int(16.8 * 2**30)
+    assert aot._needed("RESOURCE_EXHAUSTED: something else") is None
+
+
+def test_without_libtpu_one_line_says_how_to_get_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in aot._ALONE:
+        monkeypatch.setenv(name, os.environ.get(name, "x"))
+    with pytest.raises(UserError, match="pip install --no-deps --target=.*tpu-compiler libtpu"):
+        aot.prepare_compiler()
+    (tmp_path / "tpu-compiler/libtpu").mkdir(parents=True)
+    aot.prepare_compiler()
+    assert sys.path[-1] == str(tmp_path / "tpu-compiler")

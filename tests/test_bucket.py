@@ -1,0 +1,51 @@
+"""A workdir in a bucket: what the trainer itself writes there, and what it says if it cannot.
+
+Orbax and tensorstore write the checkpoints; that they do is not proved here.
+"""
+
+import dataclasses
+import importlib.util
+from unittest import mock
+
+import fsspec
+import pytest
+from etils import epath
+from fsspec.implementations.memory import MemoryFileSystem
+
+from tst_jax import metrics
+from tst_jax.config import ConfigError
+from tst_jax.train import _claim_workdir, train
+
+
+def test_a_workdir_in_a_bucket(make_config, store, monkeypatch):
+    """gs:// through a file system in memory, except for the arrays, which tensorstore writes."""
+
+    class Bucket(MemoryFileSystem):
+        protocol = ("gcs", "gs")
+
+    fsspec.register_implementation("gcs", Bucket, clobber=True)
+    monkeypatch.setattr(metrics.tensorboardX, "SummaryWriter", lambda *_, **__: mock.Mock())
+    workdir, config = epath.Path("gs://bucket/run"), make_config(store)
+    _claim_workdir(config, workdir)
+    _claim_workdir(config, workdir)
+    with pytest.raises(ConfigError, match="seed: 0 -> 1"):
+        _claim_workdir(dataclasses.replace(config, seed=1), workdir)
+    (epath.Path("gs://bucket/other") / "file").write_text("not ours")
+    with pytest.raises(ConfigError, match="not empty"):
+        _claim_workdir(config, workdir.parent / "other")
+    for first in 1, 3:  # a run of steps 1 .. 4, of which a resumed one keeps 2
+        writer = metrics.Writer(workdir, first - 1)
+        for step in range(first, first + 2):
+            writer.write({"step": step, "loss": 1.0})
+        writer.flush()
+        assert [line["step"] for line in metrics.read_metrics(workdir)] == list(range(1, first + 2))
+        writer.write({"step": first + 2, "loss": 2.0})
+    writer.close()
+    assert [line["step"] for line in metrics.read_metrics(workdir)] == [1, 2, 3, 4, 5]
+
+
+def test_a_bucket_without_its_package_is_refused(config):
+    if importlib.util.find_spec("s3fs"):
+        pytest.skip("s3fs is installed")
+    with pytest.raises(ConfigError, match="^s3://bucket/run cannot be reached: .*(i|I)nstall s3fs"):
+        train(config, "s3://bucket/run")
