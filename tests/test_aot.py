@@ -13,10 +13,12 @@ import subprocess
 import sys
 
 import pytest
+from jax.experimental import topologies
 
-from tst_jax import aot, flops
+from tst_jax import aot, flops, sharding
 from tst_jax.bench import load_config
 from tst_jax.errors import UserError
+from tst_jax.sharding import MeshConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
 CONFIG = """
@@ -116,6 +118,20 @@ def test_what_cannot_be_is_refused_in_one_line(config, topology, arguments, word
     assert done.returncode == 2
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and all(word in lines[0] for word in words), done.stderr
+
+
+def test_several_slices_lie_along_data():
+    """The network between slices is slow, and data parallelism asks least of it."""
+    try:
+        aot.prepare_compiler()
+    except UserError as error:
+        pytest.skip(str(error))
+    two = topologies.get_topology_desc("v5e:2x2", platform="tpu", num_slices=2).devices
+    mesh = sharding.make_mesh(MeshConfig(data=-1, fsdp=2, tensor=2), two)
+    slices = [[chip.slice_index for chip in part.flat] for part in mesh.devices]
+    assert slices == [[0] * 4, [1] * 4]
+    with pytest.raises(ValueError, match=r"mesh\.data=1 .* 2 slices"):
+        sharding.make_mesh(MeshConfig(data=1, fsdp=8), two)
 
 
 def test_the_compilers_own_words_are_understood():

@@ -95,10 +95,18 @@ def test_masked_tokens_neither_count_nor_are_read(phase):
     _, metrics = step(state, tokens, mask)
     _, others = step(state, np.where(mask, tokens, 7), mask)
     assert jax.tree.all(jax.tree.map(np.array_equal, metrics, others))
-    # By hand, from whole logits in float32.
+    # By hand, from whole logits in float32, and from the choices of the positions that are read.
     inputs, targets = superposition.split_rows(tokens, stage.bag_size)
     read, asked = superposition.split_rows(mask, stage.bag_size)
-    hidden = state.params.body(state.params.embed(inputs, read))
+    valid = read.any(-1)
+    hidden, _, routing = state.params.body_and_routing(
+        state.params.embed(inputs, read), mask_BxL=valid
+    )
+    np.testing.assert_array_equal(routing.load_E.sum(-1), 2 * valid.sum())
+    load = routing.load_E / routing.load_E.sum(-1, keepdims=True)
+    np.testing.assert_allclose(metrics["expert_load"], load, rtol=2e-6)
+    balance = routing.balance.mean() / valid.sum()
+    np.testing.assert_allclose(metrics["router_loss"], balance, rtol=2e-6)
     nats = -jax.nn.log_softmax(state.params.logits(hidden))
     picked = np.take_along_axis(np.asarray(nats, np.float64), targets, -1)
     np.testing.assert_allclose(metrics["loss"], (picked * asked).sum() / asked.sum(), rtol=2e-6)
