@@ -2,8 +2,8 @@
 
 Four processes start a run, and its losses are those of one process with four devices; each reads
 only its rows; their checkpoints go on on 1, 2 and 8 devices. Two processes agree on the step after
-which SIGTERM to one of them ends both, and end when one is killed. `launch/local_cluster.sh` starts
-them, or this file as a program, which also notes what a process reads.
+which SIGTERM to one of them ends both, and end when one is killed or falls silent.
+`launch/local_cluster.sh` starts them, or this file as a program, which also notes what it reads.
 """
 
 import json
@@ -267,18 +267,38 @@ def test_sigterm_to_one_process_saves_in_all_and_the_run_goes_on(folder):
     assert steps == list(range(1, saved + 4))
 
 
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_killed_process_ends_the_others(folder, killed):
-    run, heartbeat = folder / f"killed {killed}", 10
-    running = cluster(folder / "long.py", run, f"--config.hosts.heartbeat_seconds={heartbeat}")
-    processes = wait_for_steps(run, running, 6)
-    os.kill(processes[killed], signal.SIGKILL)
+HEARTBEAT = 10
+
+
+def test_a_killed_process_ends_the_others(folder):
+    """Also where it is the first, which all others report to."""
+    run = folder / "killed"
+    running = cluster(folder / "long.py", run, f"--config.hosts.heartbeat_seconds={HEARTBEAT}")
+    os.kill(wait_for_steps(run, running, 6)[0], signal.SIGKILL)
     began = time.monotonic()
     running.communicate(timeout=90)
-    assert time.monotonic() - began < heartbeat + 20
+    assert time.monotonic() - began < HEARTBEAT + 20
     assert running.returncode not in (0, Preempted.STATUS)
     with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:
         assert checkpoints.steps()[-1] >= 4
+
+
+def test_a_silent_process_ends_the_others(folder):
+    """A machine that is gone closes no connection; only its heartbeats are missing."""
+    run = folder / "silent"
+    running = cluster(folder / "long.py", run, f"--config.hosts.heartbeat_seconds={HEARTBEAT}")
+    first, second = wait_for_steps(run, running, 6)
+    os.kill(second, signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        while pathlib.Path(f"/proc/{first}").exists() and time.monotonic() - began < 90:
+            time.sleep(0.2)
+        seconds = time.monotonic() - began
+    finally:
+        os.kill(second, signal.SIGCONT)  # which finds that it is too late
+    running.communicate(timeout=90)
+    assert HEARTBEAT / 2 < seconds < 2 * HEARTBEAT + 20
+    assert running.returncode not in (0, Preempted.STATUS)
 
 
 # ---- one process

@@ -52,7 +52,8 @@ CONFIG = Config(
     tst=TSTConfig(bag_size=3, ratio=0.5),
     data=DataConfig(rows=8, positions=4),
     optimizer=OptimizerConfig(weight_decay=0.1),
-    schedule=ScheduleConfig(peak_lr=1e-2, warmup_fraction=0.0, decay_fraction=0.0),
+    # Larger steps would let rounding grow: twenty of them are compared.
+    schedule=ScheduleConfig(peak_lr=3e-3, warmup_fraction=0.0, decay_fraction=0.0),
 )
 MOE = dataclasses.replace(
     CONFIG,
@@ -90,7 +91,7 @@ def train_on(config, mesh, batches):
     )
     state = init(key_data(0))
     bits = hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(state)))
-    losses, routing, sent = [], [], {}
+    losses, norms, routing, sent = [], [], [], {}
     for stage, parts in zip(config_lib.stages(config), batches, strict=True):
         step = programs.lower_step(config, stage, mesh, shapes, shardings).compile(fast)
         sent[stage.phase] = hlo.collectives(step.as_text())
@@ -99,12 +100,14 @@ def train_on(config, mesh, batches):
             rows = sharding.assemble(mesh, numbers, part[numbers], stage.rows)
             state, metrics = step(state, rows)
             losses.append(float(metrics["loss"]))
+            norms.append(float(metrics["grad_norm"]))
             if config.model.experts:
                 load = np.asarray(metrics["expert_load"]).tolist()
                 routing.append([float(metrics["router_loss"]), load])
     (adam,) = [part for part in state.opt_state[1] if hasattr(part, "mu")]
     where = {name: layouts(getattr(adam, name)) for name in ("mu", "nu")}
     found = {"start": bits.hexdigest(), "losses": losses, "routing": routing, "sent": sent}
+    found["norms"] = norms
     found["rows"] = list(rows.addressable_shards[0].data.shape)
     return {**found, "params": layouts(state.params), **where}
 
@@ -146,6 +149,10 @@ def test_a_mesh_trains_to_the_same_losses(report, mesh, model):
     alone, found = report[model]["one device"], report[model][mesh]
     assert len(set(alone["losses"])) == 2 * STEPS
     np.testing.assert_allclose(found["losses"], alone["losses"], rtol=ROUNDING)
+    # Adam would hide a gradient that is several times too large, and clipping too. Later norms
+    # come from parameters that Adam made of gradients near zero, where rounding is all there is.
+    np.testing.assert_allclose(found["norms"][0], alone["norms"][0], rtol=ROUNDING)
+    np.testing.assert_allclose(found["norms"], alone["norms"], rtol=1e-3)
     assert len(found["routing"]) == (2 * STEPS if model == "moe" else 0)
     for (balance, load), (balance_alone, load_alone) in zip(found["routing"], alone["routing"]):
         np.testing.assert_allclose(balance, balance_alone, rtol=ROUNDING)
