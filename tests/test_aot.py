@@ -91,7 +91,7 @@ def test_both_phases_of_a_run_that_fits(config):
 
 
 def test_what_does_not_fit_is_refused_with_what_would(config):
-    arguments = ["--config.data.rows=4096", "--config.data.positions=4096", "--config.tst.ratio=0"]
+    arguments = ["--config.data.rows=1024", "--config.data.positions=4096", "--config.tst.ratio=0"]
     done = check(config, "v5e:2x2", *arguments)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()[-1:]
@@ -148,6 +148,7 @@ def test_the_compilers_own_words_are_understood():
 def test_without_libtpu_one_line_says_how_to_get_it(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(aot, "__file__", str(tmp_path / "repository/tst_jax/aot.py"))
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in aot._ALONE:
         monkeypatch.setenv(name, os.environ.get(name, "x"))

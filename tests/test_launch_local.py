@@ -41,6 +41,8 @@ def local(machine, tmp_path):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # A shell cannot trap what was ignored when it began, as for a job in the background.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     start.numbers = lambda: [int(p.read_text() or 0) for p in sorted(tmp_path.glob("pid*"))]

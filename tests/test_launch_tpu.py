@@ -190,6 +190,8 @@ def test_tpu_script_that_is_interrupted_leaves_the_training_alone(machine, numbe
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # A shell cannot trap what was ignored when it began, as nohup has it for all these tests.
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     )
     wait_until(lambda: "follow" in machine.steps())
     script.send_signal(number)

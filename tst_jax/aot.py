@@ -60,14 +60,18 @@ def prepare_compiler() -> None:
     jax.config.update("jax_platforms", "cpu")
     for name, value in _ALONE.items():
         os.environ.setdefault(name, value)
-    if importlib.util.find_spec("libtpu") is None:
-        apart = pathlib.Path(sys.prefix) / "tpu-compiler"
-        if not (apart / "libtpu").is_dir():
-            raise UserError(
-                "libtpu, which holds the compiler for TPUs, is not installed; "
-                f"python -m pip install --no-deps --target={apart} libtpu (Linux x86-64)"
-            )
-        sys.path.append(str(apart))
+    if importlib.util.find_spec("libtpu") is not None:
+        return
+    environments = pathlib.Path(sys.prefix), pathlib.Path(__file__).parents[1] / ".venv"
+    places = [environment / "tpu-compiler" for environment in environments]
+    for place in places:
+        if (place / "libtpu").is_dir():
+            sys.path.append(str(place))
+            return
+    raise UserError(
+        "libtpu, which holds the compiler for TPUs, is not installed; "
+        f"python -m pip install --no-deps --target={places[0]} libtpu (Linux x86-64)"
+    )
 
 
 def devices(topology: str):
