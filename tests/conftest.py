@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from fake_commands import Machine
 from tokenizers import Tokenizer, models
 
 from tst_jax.config import CheckpointConfig, Config, DataConfig, EvalConfig
@@ -57,6 +58,13 @@ def make_config():
         )
 
     return make
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """A PATH with fake commands in front, for the scripts in launch/."""
+    (tmp_path / "bin").mkdir()
+    return Machine(tmp_path / "bin")
 
 
 @pytest.fixture

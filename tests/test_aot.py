@@ -11,12 +11,14 @@ import os
 import pathlib
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 from jax.experimental import topologies
 
 from tst_jax import aot, flops, sharding
 from tst_jax.bench import load_config
+from tst_jax.config import ConfigError
 from tst_jax.errors import UserError
 from tst_jax.sharding import MeshConfig
 
@@ -118,6 +120,36 @@ def test_what_cannot_be_is_refused_in_one_line(config, topology, arguments, word
     assert done.returncode == 2
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and all(word in lines[0] for word in words), done.stderr
+
+
+@pytest.mark.parametrize(
+    "mesh, remat, enough, advice",
+    [
+        ((4, 2), "none", 1, "mesh.data=1 mesh.fsdp=8 model.remat=full"),
+        ((1, 8), "none", 4, "model.remat=full micro_batches=4"),
+        ((1, 8), "full", 2, "micro_batches=2"),
+        ((1, 8), "full", 99, None),  # 16 rows over 8 devices: 2 parts at the most
+    ],
+)
+def test_what_is_tried_until_it_fits(config, monkeypatch, mesh, remat, enough, advice):
+    """Nothing is compiled here: a program is said to fit with `enough` micro-batches."""
+    run = load_config(config)
+    run.model.remat = remat
+    run.mesh = MeshConfig(data=mesh[0], fsdp=mesh[1])
+    run.data.rows = 32 if enough == 4 else 16
+    state = {"parameter_bytes": 2**33, "optimizer_bytes": 0, "hbm_bytes": 2**34, "fits": False}
+    figures = {"mesh": dict(zip(("data", "fsdp"), mesh)), "superposition": None, "recovery": state}
+    chip = mock.Mock(platform="tpu", device_kind="TPU v5 lite", slice_index=0)
+    monkeypatch.setattr(aot, "devices", lambda topology: [chip] * 8)
+    monkeypatch.setattr(aot, "_measure_all", lambda c, *_: [{"fits": c.micro_batches >= enough}])
+
+    def layout(config, chips):
+        if config.data.rows % (8 * config.micro_batches):
+            raise ConfigError("rows do not divide")
+
+    monkeypatch.setattr(aot.programs, "layout", layout)
+    found = aot.what_would_fit(run, "v5e:2x4", figures)
+    assert found == (advice and " ".join(f"--config.{word}" for word in advice.split()))
 
 
 def test_several_slices_lie_along_data():

@@ -10,15 +10,9 @@ import signal
 import subprocess
 
 import pytest
-from fake_commands import GKE, LOCAL, ROOT, RUN, SLURM, TPU, TRAIN, Machine, no_slice
+from fake_commands import GKE, LOCAL, ROOT, RUN, SLURM, TPU, TRAIN, no_slice
 
 ODD = "--config.data.store=two words, it's $HOME"
-
-
-@pytest.fixture
-def machine(tmp_path):
-    (tmp_path / "bin").mkdir()
-    return Machine(tmp_path / "bin")
 
 
 def test_gke_xpk_dry_run(machine):

@@ -7,13 +7,7 @@ import subprocess
 import time
 
 import pytest
-from fake_commands import LOCAL, ROOT, RUN, TRAIN, Machine, wait_until
-
-
-@pytest.fixture
-def machine(tmp_path):
-    (tmp_path / "bin").mkdir()
-    return Machine(tmp_path / "bin")
+from fake_commands import LOCAL, ROOT, RUN, TRAIN, wait_until
 
 
 def test_local_cluster_dry_run(machine):

@@ -15,10 +15,10 @@ import time
 
 import numpy as np
 import pytest
+from small_run import ROOT, environment, write_config
 
 from tst_jax.metrics import read_metrics
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 DAEMONS = ("munged", "slurmctld", "slurmd")
 STEPS = 300
 CONF = """
@@ -49,26 +49,6 @@ ReturnToService=2
 FirstJobId={job}
 NodeName={host} NodeAddr=127.0.0.1 CPUs=4 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES State=UP
-"""
-CONFIG = """
-from tst_jax.config import CheckpointConfig, Config, DataConfig, EvalConfig
-from tst_jax.models.transformer import ModelConfig
-from tst_jax.schedule import ScheduleConfig, TSTConfig
-
-
-def get_config():
-    return Config(
-        steps={steps},
-        log_every=1,
-        model=ModelConfig(
-            vocab_size=61, width=16, layers=1, heads=2, kv_heads=1, head_dim=8, ff=24
-        ),
-        tst=TSTConfig(bag_size=3, ratio=0.4),
-        data=DataConfig(store="{store}", rows=4, positions=8),
-        schedule=ScheduleConfig(peak_lr=1e-2),
-        eval=EvalConfig(every=100, tokens=256, rows=4),
-        checkpoint=CheckpointConfig(every=0, keep=3),
-    )
 """
 
 
@@ -101,11 +81,7 @@ class Slurm:
 
     def __init__(self, folder):
         self.folder, self.daemons = folder, []
-        self.environment = os.environ | {
-            "SLURM_CONF": f"{folder}/slurm.conf",
-            "PYTHON": sys.executable,
-            "JAX_PLATFORMS": "cpu",
-        }
+        self.environment = environment(SLURM_CONF=f"{folder}/slurm.conf")
 
     def begin(self):
         folder = self.folder
@@ -215,9 +191,7 @@ def slurm(tmp_path_factory):
 
 @pytest.fixture
 def config_file(tmp_path, store):
-    path = tmp_path / "small.py"
-    path.write_text(CONFIG.format(steps=STEPS, store=store))
-    return path
+    return write_config(tmp_path / "small.py", store, STEPS, save_every=0)
 
 
 def losses(workdir):

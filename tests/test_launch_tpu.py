@@ -7,15 +7,9 @@ import subprocess
 import tarfile
 
 import pytest
-from fake_commands import ROOT, RUN, TPU, TRAIN, Machine, no_slice, wait_until
+from fake_commands import ROOT, RUN, TPU, TRAIN, no_slice, wait_until
 
 ON = "gcloud compute tpus tpu-vm"
-
-
-@pytest.fixture
-def machine(tmp_path):
-    (tmp_path / "bin").mkdir()
-    return Machine(tmp_path / "bin")
 
 
 def test_tpu_pod_dry_run(machine):

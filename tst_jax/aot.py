@@ -39,6 +39,11 @@ HBM = {
 }
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
+_FROM_COMPILER = (
+    *("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "peak_bytes"),
+    *("collectives", "compile_seconds"),
+)
+
 # libtpu asks a metadata server and other hosts about itself unless it is told.
 _ALONE = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -101,6 +106,7 @@ def measure(config, stage, chips, layout) -> dict:
         "optimizer_bytes": _bytes_on_a_device(shapes.opt_state, shardings.opt_state),
         "hbm_bytes": int(HBM[chips[0].device_kind] * 2**30),
         "flops": flops.step_flops(config.model, stage.rows, stage.positions),
+        **dict.fromkeys(_FROM_COMPILER),
     }
     lowered = programs.lower_step(config, stage, mesh, shapes, shardings)
     began = time.perf_counter()
@@ -147,7 +153,7 @@ def _needed(message: str) -> int | None:
     return int(float(number) * _UNITS[unit])
 
 
-def check(config, topology: str, say=print) -> dict:
+def check(config, topology: str) -> dict:
     """Compiles each phase's step for the slice; of several stages of a phase, the largest counts.
 
     Returns:
@@ -157,8 +163,8 @@ def check(config, topology: str, say=print) -> dict:
       (of outputs that take their arguments' place), temp_bytes (all temporaries, also such as never
       live at one time); peak_bytes, the most that lives at a time, arguments included, which is
       what has to fit; hbm_bytes, what a program may use; flops of a step by our count, on all
-      chips; collectives, {kind: bytes a step}, see `tst_jax.hlo`; compile_seconds. Where a program
-      does not fit the compiler tells no more than peak_bytes, at best.
+      chips; collectives, {kind: bytes a step}, see `tst_jax.hlo`; compile_seconds. Of a program
+      that does not fit the compiler tells peak_bytes, at best; the others are None.
     Raises:
       UserError, ConfigError: the slice, or a setting that cannot be on it.
     """
@@ -180,7 +186,7 @@ def check(config, topology: str, say=print) -> dict:
     }
     stages = config_lib.stages(config)
     names = ", ".join(f"{stage.phase} s={stage.bag_size}" for stage in stages)
-    say(f"compiling {names} for {len(chips)} chips of {topology}; minutes, for a large model")
+    print(f"compiling {names} for {len(chips)} chips of {topology}; minutes, if large", flush=True)
     for stage, found in zip(stages, _measure_all(config, chips, layout)):
         before = figures[stage.phase]
         if before is None or (found["peak_bytes"] or 0) > (before["peak_bytes"] or 0):
@@ -189,7 +195,7 @@ def check(config, topology: str, say=print) -> dict:
     return figures
 
 
-def what_would_fit(config, topology: str, figures: dict, say=print) -> str | None:
+def what_would_fit(config, topology: str, figures: dict) -> str | None:
     """Settings that make all phases fit, "--config.a=b ..."; None: not found.
 
     Tries, each by compiling: all of the state in parts, recomputing in the backward pass, and more
@@ -201,7 +207,10 @@ def what_would_fit(config, topology: str, figures: dict, say=print) -> str | Non
     if figures["mesh"]["data"] > 1:
         state = worst["parameter_bytes"] + worst["optimizer_bytes"]
         if state > worst["hbm_bytes"] / 10:
-            changes |= {"mesh.data": 1, "mesh.fsdp": -1}
+            changes |= {
+                "mesh.data": 1,
+                "mesh.fsdp": figures["mesh"]["data"] * figures["mesh"]["fsdp"],
+            }
     if config.model.remat != "full":
         changes["model.remat"] = "full"
     parts = config.micro_batches * (1 if changes else 2)
@@ -214,7 +223,7 @@ def what_would_fit(config, topology: str, figures: dict, say=print) -> str | Non
             layout = programs.layout(other, chips)
         except ConfigError:  # rows that do not divide into so many parts
             return None
-        say(f"does not fit; trying {text}")
+        print(f"does not fit; trying {text}", flush=True)
         if all(found["fits"] for found in _measure_all(other, chips, layout)):
             return text
         parts *= 2
@@ -237,7 +246,7 @@ def table(figures: dict) -> str:
     """The figures for the eye."""
     phases = [name for name in PHASES if figures[name]]
     found = [figures[name] for name in phases]
-    gib = lambda name: lambda f: f"{f[name] / 2**30:.2f}" if f.get(name) is not None else "?"
+    gib = lambda name: lambda f: f"{f[name] / 2**30:.2f}" if f[name] is not None else "?"
 
     def temporaries(f):  # at the peak
         return f"{(f['peak_bytes'] - f['argument_bytes']) / 2**30:.2f}" if f["fits"] else "?"
@@ -260,8 +269,9 @@ def table(figures: dict) -> str:
         "FLOPs a step, all chips": lambda f: f"{f['flops']:.4g}",
         "FLOPs a step, one chip": lambda f: f"{f['flops'] / figures['chips']:.4g}",
     }
-    for kind in sorted({kind for f in found for kind in f.get("collectives", {})}):
-        rows[f"{kind}, GB a step"] = lambda f, kind=kind: f"{f['collectives'][kind] / 1e9:.3f}"
+    for kind in sorted({kind for f in found for kind in f["collectives"] or {}}):
+        sent = lambda f, kind=kind: f"{(f['collectives'] or {}).get(kind, 0) / 1e9:.3f}"
+        rows[f"{kind}, GB a step"] = sent
     rows["compiled in, s"] = lambda f: f"{f['compile_seconds']:.0f}"
     mesh = ", ".join(f"{axis}={size}" for axis, size in figures["mesh"].items())
     lines = [f"{figures['chips']} {figures['device_kind']}, mesh {mesh}; for each of them:"]

@@ -54,7 +54,7 @@ class Writer:
 class _Appended:
     """A text file that begins with `lines` and grows; whole at any time.
 
-    A bucket cannot append: there it is written anew, at most every 30 seconds and at the end.
+    A bucket cannot append: there it is written anew, every 30 seconds and whenever it is flushed.
     """
 
     def __init__(self, path, lines):

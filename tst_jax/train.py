@@ -95,7 +95,7 @@ def _check(config, workdir) -> _Run:
     stages = config_lib.stages(config)
     tokens = store.tokens("train")
     plan = pipeline.RowPlan(stages, len(tokens), config.seed, config.data.shuffle)
-    pipeline.eval_batches(
+    pipeline.eval_batches(  # refuses a held-out split that is too short; the rows are read later
         store.tokens("heldout"), config.eval.rows, config.data.positions, 1, numbers=[0]
     )
     mesh, shapes, shardings = programs.layout(config)
