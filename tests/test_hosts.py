@@ -6,6 +6,7 @@ which SIGTERM to one of them ends both, and end when one is killed or falls sile
 `launch/local_cluster.sh` starts them, or this file as a program, which also notes what it reads.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -43,16 +44,30 @@ def alone(config, workdir, devices, *arguments):
     return done.stdout
 
 
-def cluster(config, workdir, *arguments):
-    """launch/local_cluster.sh with two processes, started."""
-    return subprocess.Popen(
-        ["bash", str(ROOT / "launch/local_cluster.sh"), "2", f"--config={config}"]
-        + [f"--workdir={workdir}", *arguments],
-        env=environment(1),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+@pytest.fixture
+def cluster():
+    """A function that starts launch/local_cluster.sh with two processes; none outlives the test."""
+    started = []
+
+    def start(config, workdir, *arguments):
+        started.append(
+            subprocess.Popen(
+                ["bash", str(ROOT / "launch/local_cluster.sh"), "2", f"--config={config}"]
+                + [f"--workdir={workdir}", *arguments],
+                env=environment(1),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        )
+        return started[-1]
+
+    yield start
+    for script in started:
+        with contextlib.suppress(ProcessLookupError):  # all have ended
+            os.killpg(script.pid, signal.SIGKILL)
+        script.wait()
 
 
 def losses(workdir):
@@ -220,7 +235,7 @@ def wait_for_steps(workdir, running, least):
     return [found[0], found[1]]
 
 
-def test_sigterm_to_one_process_saves_in_all_and_the_run_goes_on(folder):
+def test_sigterm_to_one_process_saves_in_all_and_the_run_goes_on(folder, cluster):
     run = folder / "preempted"
     running = cluster(folder / "long.py", run)
     os.kill(wait_for_steps(run, running, 30)[1], signal.SIGTERM)
@@ -239,7 +254,7 @@ def test_sigterm_to_one_process_saves_in_all_and_the_run_goes_on(folder):
 HEARTBEAT = 10
 
 
-def test_a_killed_process_ends_the_others(folder):
+def test_a_killed_process_ends_the_others(folder, cluster):
     """Also where it is the first, which all others report to."""
     run = folder / "killed"
     running = cluster(folder / "long.py", run, f"--config.hosts.heartbeat_seconds={HEARTBEAT}")
@@ -252,7 +267,7 @@ def test_a_killed_process_ends_the_others(folder):
         assert checkpoints.steps()[-1] >= 4
 
 
-def test_a_silent_process_ends_the_others(folder):
+def test_a_silent_process_ends_the_others(folder, cluster):
     """A machine that is gone closes no connection; only its heartbeats are missing."""
     run = folder / "silent"
     running = cluster(folder / "long.py", run, f"--config.hosts.heartbeat_seconds={HEARTBEAT}")
