@@ -6,7 +6,8 @@ from fake_commands import Machine
 from tokenizers import Tokenizer, models
 
 from tst_jax.config import CheckpointConfig, Config, DataConfig, EvalConfig
-from tst_jax.data.store import write_store
+from tst_jax.data.store_writer import write_store
+from tst_jax.data.vocabulary import Vocabulary
 from tst_jax.models.transformer import ModelConfig
 from tst_jax.optimizer import OptimizerConfig
 from tst_jax.schedule import ScheduleConfig, TSTConfig
@@ -25,11 +26,12 @@ def store(tmp_path_factory):
             ids = 1 + (np.arange(length) + rng.integers(60) + (rng.random(length) < 0.1)) % 60
             yield ids, length
 
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w1"))
+    words = models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w1")
+    vocabulary = Vocabulary("tokenizers", Tokenizer(words).to_str().encode())
     path = tmp_path_factory.mktemp("data") / "store"
     write_store(
         path,
-        tokenizer=tokenizer,
+        vocabulary=vocabulary,
         train=documents(120),
         heldout=documents(12),
         separator_id=0,

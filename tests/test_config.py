@@ -76,7 +76,24 @@ WRONG = [
     (dict(tst__weights="even"), ["tst.weights is 'even'", "uniform"]),
     (dict(tst__expand="width"), ["tst.expand is 'width'", "length, batch"]),
     (dict(tst__expand="batch"), ["tst.expand='batch'", "data.positions"]),  # 8 positions into 3
-    (dict(data__store=""), ["data.store is empty", "tst_jax.prepare"]),
+    (dict(data__store=""), ["data.store is ''", "tst_jax.prepare"]),
+    (dict(data__store="a,,b", data__weights="1,1,1"), ["data.store is 'a,,b'"]),
+    (dict(data__store="a,b"), ["data.store names 2", "data.weights 1"]),
+    (dict(data__weights="0.5,0.5"), ["data.store names 1", "data.weights 2"]),
+    (dict(data__store="a,b", data__weights="0.5,half"), ["data.weights", "half", "0.29,0.71"]),
+    (dict(data__store="a,b", data__weights="0,1"), ["data.weights", "above 0"]),
+    (dict(data__store="a,b", data__weights="0.1234567,0.8765433"), ["data.weights", "round"]),
+    (dict(data__max_epochs=-1.0), ["data.max_epochs is -1.0"]),
+    (dict(data__packing="pack"), ["data.packing is 'pack'", "concat, document"]),
+    (dict(data__verify="no"), ["data.verify is 'no'", "all, shared, sizes"]),
+    (dict(data__prefetch=-1), ["data.prefetch is -1"]),
+    (dict(data__rows_from="5"), ["data.rows_from is '5'", "1000:32"]),
+    (dict(data__rows_from="5:8,5:4"), ["data.rows_from", "must rise between 0 and 20"]),
+    (dict(data__rows_from="20:8"), ["data.rows_from", "must rise between 0 and 20"]),
+    (dict(data__rows_from="5:0"), ["data.rows_from", "rows start at 1"]),
+    (dict(data__rows_from="5:6", micro_batches=4), ["a step of", "6 rows", "micro_batches 4"]),
+    (dict(tst__fitted="1,2"), ["tst.fitted is '1,2'", "C0,a,k"]),
+    (dict(tst__fitted="-1,0.5,-1"), ["tst.fitted", "above 0"]),
     (dict(data__rows=0), ["data.rows is 0"]),
     (dict(data__positions=0), ["data.positions is 0"]),
     (dict(optimizer__name="adamv"), ["optimizer", "'adamv'", "adamw"]),
@@ -115,6 +132,7 @@ def test_settings_that_work_have_no_problem(config):
         dict(optimizer__clip=0.0, optimizer__b1=0.0, optimizer__weight_decay=0.0),
         dict(eval__every=0, eval__tokens=0, checkpoint__every=0),
         dict(mesh__data=1, mesh__tensor=-1),
+        dict(data__store="a, b", data__weights="0.29,0.71", data__rows_from="5:8,12:4"),
     ]:
         assert config_lib.problems(change(config, **changes)) == [], changes
 
@@ -157,6 +175,7 @@ def test_flatten_names_each_field_once(config):
 def test_differences_leave_out_what_trains_the_same_parameters(config):
     harmless = {"stop_after", "log_every", "kernels", "model.attention_backend"}
     harmless |= {"micro_batches", "model.remat", "hosts.heartbeat_seconds"}
+    harmless |= {"data.verify", "data.prefetch", "data.max_epochs"}
     harmless |= {"data.store", "mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.expert"}
     harmless |= {"eval.every", "eval.tokens", "eval.rows", "checkpoint.every", "checkpoint.keep"}
     old = dataclasses.asdict(config)

@@ -15,8 +15,9 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from tst_jax.checkpoint import CheckpointError, Checkpoints, named_leaves
-from tst_jax.data.corpora import train_bpe
-from tst_jax.data.store import open_store, write_store
+from tst_jax.data.store import open_store
+from tst_jax.data.store_writer import write_store
+from tst_jax.data.vocabulary import ids_only, train_bpe
 from tst_jax.errors import UserError
 from tst_jax.export import _tokenizer_files, export
 from tst_jax.generate import load_model
@@ -210,10 +211,10 @@ def test_a_full_disk_is_noticed_before(tmp_path, monkeypatch):
 
 def test_tokenizer_begins_with_the_separator():
     """An encoded prompt is what `tst_jax.generate` feeds, and decodes without the separator."""
-    tokenizer = train_bpe(["one two three four five " * 20, "six seven"], 270)
+    vocabulary = train_bpe(["one two three four five " * 20, "six seven"], 270)
     prompt = " five seven\n"
-    ids = tokenizer.encode(prompt).ids
-    files = _tokenizer_files(tokenizer, 0, 32)
+    ids = vocabulary.encode(prompt)
+    files = _tokenizer_files(vocabulary, [0], 32)
     exported = Tokenizer.from_str(files["tokenizer.json"])
     assert exported.encode(prompt).ids == [0] + ids
     assert exported.encode("").ids == [0]
@@ -222,6 +223,10 @@ def test_tokenizer_begins_with_the_separator():
     settings = json.loads(files["tokenizer_config.json"])
     assert settings["bos_token"] == settings["eos_token"] == "<|endoftext|>"
     assert settings["model_max_length"] == 32
+    begun = Tokenizer.from_str(_tokenizer_files(vocabulary, [0, 9], 32)["tokenizer.json"])
+    assert begun.encode(prompt).ids == [0, 9] + ids  # a store with BOS
+    kept = _tokenizer_files(ids_only(300), [0], 32)
+    assert kept == {"tokenizer.none.json": ids_only(300).data}
 
 
 # --- a run ---------------------------------------------------------------------------------------
@@ -253,7 +258,7 @@ def test_exported_run(tmp_path, run, store, capsys):
     assert generation == {"bos_token_id": 0, "eos_token_id": 0}
     tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
     assert tokenizer.encode("w7").ids == [0, 7]
-    assert tokenizer.get_vocab() == open_store(store).tokenizer().get_vocab()
+    assert tokenizer.get_vocab() == open_store(store).vocabulary().tokens()
     size = sum(array.nbytes for array in named_leaves(model).values())
     assert f"{size:,} of {size:,} bytes" in capsys.readouterr().out
     with pytest.raises(UserError, match="no empty folder"):
@@ -300,13 +305,13 @@ def test_what_cannot_be_exported(tmp_path, run, store):
 
     other = write_store(
         tmp_path / "store",
-        tokenizer=open_store(store).tokenizer(),
+        vocabulary=ids_only(61),
         train=[([1, 2, 3], 9)],
         heldout=[([4, 5], 6)],
         separator_id=0,
         provenance={},
     )
-    with pytest.raises(UserError, match="not the store this run was trained on"):
+    with pytest.raises(UserError, match="another vocabulary than this run"):
         export(run, out, store=other.path)
     assert not out.exists()
 

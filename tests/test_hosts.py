@@ -100,14 +100,14 @@ def main(config, workdir):
         caught = None
     except UserError as error:
         caught = f"{type(error).__name__}: {error}"
-    read, get = {}, pipeline.StageRows.__getitem__
+    read, get = {}, pipeline.StageBatches.__getitem__
 
-    def spy(rows, j):
-        step, row = divmod(j, len(rows._numbers))
-        read.setdefault(rows._index, []).append([step, int(rows._numbers[row])])
-        return get(rows, j)
+    def spy(batches, step):
+        rows = [[step, row] for row in batches.numbers.tolist()]
+        read.setdefault(batches.stage_index, []).extend(rows)
+        return get(batches, step)
 
-    pipeline.StageRows.__getitem__ = spy
+    pipeline.StageBatches.__getitem__ = spy
     train(config, workdir)
     agreed = hosts.agreed(100 + number)
     report = {"number": number, "caught": caught, "read": read, "agreed": agreed}

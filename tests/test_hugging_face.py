@@ -17,8 +17,9 @@ from safetensors.numpy import save_file
 from test_export import PLACE, SHAPES, arrays_of, bits, each_shape, tensors_in
 
 from tst_jax.checkpoint import named_leaves
-from tst_jax.data.corpora import train_bpe
-from tst_jax.data.store import open_store, write_store
+from tst_jax.data.store import open_store
+from tst_jax.data.store_writer import write_store
+from tst_jax.data.vocabulary import train_bpe
 from tst_jax.errors import UserError
 from tst_jax.export import export
 from tst_jax.generate import load_model, sample
@@ -269,11 +270,11 @@ def test_another_tokenizer_is_refused(tmp_path):
     tokenizer = train_bpe(["one two three four five " * 20], 262)
     cfg = model_config(config_of("llama_tied"))
     folder = copy_of(tmp_path, "llama_tied")
-    assert check_import(folder, cfg, tokenizer.get_vocab()) == []  # no tokenizer.json: no check
-    tokenizer.save(str(folder / "tokenizer.json"))
-    assert check_import(folder, cfg, tokenizer.get_vocab()) == []
-    vocab = tokenizer.get_vocab()
-    token = tokenizer.id_to_token(260)
+    assert check_import(folder, cfg, tokenizer.tokens()) == []  # no tokenizer.json: no check
+    (folder / "tokenizer.json").write_bytes(tokenizer.data)
+    assert check_import(folder, cfg, tokenizer.tokens()) == []
+    vocab = dict(tokenizer.tokens())
+    token = tokenizer.token_of(260)
     del vocab[token]
     (line,) = check_import(folder, cfg, vocab)
     assert repr(token) in line and "260" in line and "None" in line
@@ -324,11 +325,11 @@ def text_store(tmp_path_factory):
     """A store of English words under a byte-level tokenizer of 280 entries."""
     texts = [TEXT[i % 2] * (3 + i % 5) + TEXT[2] for i in range(40)]
     tokenizer = train_bpe(texts, 280)
-    documents = [(tokenizer.encode(text).ids, len(text)) for text in texts]
+    documents = [(tokenizer.encode(text), len(text)) for text in texts]
     path = tmp_path_factory.mktemp("text") / "store"
     write_store(
         path,
-        tokenizer=tokenizer,
+        vocabulary=tokenizer,
         train=documents,
         heldout=documents[:4],
         separator_id=0,
@@ -356,13 +357,13 @@ def test_transformers_generates_what_generate_does(
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     prompt = "the cat sat on"
-    ids = [0] + store.tokenizer().encode(prompt).ids
+    ids = [0] + store.vocabulary().encode(prompt)
     encoded = tokenizer(prompt, return_tensors="pt")
     assert encoded.input_ids[0].tolist() == ids
     found = theirs.generate(**encoded, do_sample=False, max_new_tokens=64)[0].tolist()
     ours = sample(model, ids, 64, temperature=0, stop_id=store.separator_id)
     assert found == ids + ours + ([0] if len(ours) < 64 else [])
     new = tokenizer.decode(found[len(ids) :], skip_special_tokens=True)
-    assert new == store.tokenizer().decode(ours)
+    assert new == store.vocabulary().decode(ours)
     print(repr(prompt + new))
     assert len(set(ours)) > 2  # a model that says one thing only would prove little

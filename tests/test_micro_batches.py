@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 
 from tst_jax import config as config_lib
-from tst_jax import superposition
 from tst_jax.config import Config, ConfigError, DataConfig
 from tst_jax.models.transformer import ModelConfig
 from tst_jax.optimizer import OptimizerConfig
 from tst_jax.schedule import ScheduleConfig, TSTConfig
-from tst_jax.train_step import init_state, key_data, make_train_step
+from tst_jax.train_step import cut_rows, init_state, key_data, make_train_step
 
 ROWS, L, S = 8, 6, 3
 DENSE = Config(
@@ -64,7 +63,8 @@ def one_step(model, config, phase, parts, mask):
     tokens = rng.integers(0, 32, (ROWS, stage.row_tokens)).astype(np.int32)
     state, step = start(model), make_train_step(config, stage)
     mask = mask(rng, stage.row_tokens)
-    after, metrics = jax.jit(step, compiler_options=FAST)(state, tokens, mask)
+    segments = None if mask is None else mask.astype(np.int32)
+    after, metrics = jax.jit(step, compiler_options=FAST)(state, tokens, segments)
     change = jax.tree.map(lambda old, new: old - new, state.params, after.params)
     return jnp.concatenate([x.ravel() for x in jax.tree.leaves(change)]), metrics
 
@@ -92,15 +92,19 @@ def test_masked_tokens_neither_count_nor_are_read(phase):
     mask = unequal_mask(rng, stage.row_tokens)
     state = start("moe")
     step = jax.jit(make_train_step(MOE, stage), compiler_options=FAST)
-    _, metrics = step(state, tokens, mask)
-    _, others = step(state, np.where(mask, tokens, 7), mask)
+    segments = mask.astype(np.int32)
+    _, metrics = step(state, tokens, segments)
+    _, others = step(state, np.where(mask, tokens, 7), segments)
     assert jax.tree.all(jax.tree.map(np.array_equal, metrics, others))
+    assert metrics["valid_tokens"] == mask[:, : stage.row_stride].sum()
     # By hand, from whole logits in float32, and from the choices of the positions that are read.
-    inputs, targets = superposition.split_rows(tokens, stage.bag_size)
-    read, asked = superposition.split_rows(mask, stage.bag_size)
-    valid = read.any(-1)
+    inputs, targets, documents = cut_rows(tokens, segments, stage.bag_size)
+    valid, asked = documents.read.any(-1), documents.asked
     hidden, _, routing = state.params.body_and_routing(
-        state.params.embed(inputs, read), mask_BxL=valid
+        state.params.embed(inputs, documents.read),
+        mask_BxL=valid,
+        segments_BxL=documents.segments,
+        positions_BxL=documents.positions,
     )
     np.testing.assert_array_equal(routing.load_E.sum(-1), 2 * valid.sum())
     load = routing.load_E / routing.load_E.sum(-1, keepdims=True)
@@ -117,6 +121,7 @@ def test_a_full_mask_is_no_mask():
     with_mask, without = (
         one_step("moe", MOE, 0, 2, mask) for mask in (full, lambda rng, tokens: None)
     )
+    assert with_mask[1].pop("valid_tokens") == ROWS * DENSE.data.positions * S
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-7), with_mask, without
     )
@@ -124,7 +129,7 @@ def test_a_full_mask_is_no_mask():
 
 def test_rows_that_do_not_divide_are_refused():
     config = dataclasses.replace(DENSE, micro_batches=3)
-    with pytest.raises(ConfigError, match=r"data\.rows is 8, no multiple of micro_batches 3"):
+    with pytest.raises(ConfigError, match="has 8 rows, no multiple of micro_batches 3"):
         config_lib.validate(config)
     with pytest.raises(ConfigError, match="micro_batches is 0; it must be at least 1"):
         config_lib.validate(dataclasses.replace(DENSE, micro_batches=0))

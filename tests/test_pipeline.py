@@ -1,199 +1,249 @@
-"""Proves `tst_jax.data.pipeline`: what each step reads (rules 1, 2, 3).
+"""Proves `tst_jax.data.pipeline` and `packing`: what the batch of a step holds (rules 1, 3, 20).
 
-On the data 0, 1, 2, ... a token is its own place in the stream, so every batch says what it read:
-row after row the stream goes on across each switch; shuffled, an epoch reads every whole block
-once; the batch of a step follows from the step alone, and each process reads its rows of it.
+The batch of a step follows from the step alone: from any step on, read ahead or not, by 1, 2, 4 or
+8 processes, it is the same. With documents packed, each row is checked against a padded stream
+written out token by token.
 """
 
 import numpy as np
 import pytest
+from test_order import PRIME, RUNS
 
-from tst_jax.data.pipeline import DataError, RowPlan, batches, eval_batches
+from tst_jax.data.order import DataError, Order
+from tst_jax.data.packing import PaddedStream
+from tst_jax.data.pipeline import Stream, batches, eval_batches, open_stream
 from tst_jax.data.store import open_store
 from tst_jax.schedule import TSTConfig, make_stages
 
-# (steps, B, L, method); s often divides neither L, nor B, nor the steps, nor the data.
-RUNS = [
-    (10, 2, 4, dict(bag_size=4, ratio=0.3)),
-    (11, 3, 7, dict(bag_size=5, ratio=0.4)),
-    (9, 1, 1, dict(bag_size=2, ratio=0.5)),
-    (20, 2, 3, dict(stages="8:0.1,4:0.2,2:0.1")),
-    (10, 3, 7, dict(bag_size=5, ratio=0.4, mode="output")),
-    (10, 3, 7, dict(bag_size=5, ratio=0.4, mode="input")),
-    (10, 2, 10, dict(bag_size=5, ratio=0.4, expand="batch")),
-    (20, 3, 8, dict(stages="8:0.1,4:0.2,2:0.1", expand="batch")),
-    (7, 2, 4, dict(ratio=0.0)),
-    (7, 2, 4, dict(bag_size=3, ratio=1.0)),
-]
-each_run = pytest.mark.parametrize("steps, rows, positions, method", RUNS)
-PRIME = 2003
+
+def documents_of(rng, count, longest, shards=3):
+    """(ids [n], offsets of the documents of each shard); document k holds k * 1000 + 0, 1, ..."""
+    lengths = rng.integers(1, longest + 1, count)
+    ids = np.concatenate([k * 1000 + np.arange(n) for k, n in enumerate(lengths)])
+    parts = np.array_split(lengths, shards)
+    return ids, [np.concatenate([[0], np.cumsum(part)]) for part in parts]
 
 
-def make_plan(size, steps, rows, positions, method, seed=0, shuffle=True):
-    return RowPlan(make_stages(TSTConfig(**method), steps, rows, positions), size, seed, shuffle)
+def stream_of(size, packing="concat", seed=0):
+    if packing == "concat":
+        return Stream(np.arange(size))
+    ids, offsets = documents_of(np.random.default_rng(seed), size // 10, 19)
+    return Stream(ids, offsets)
 
 
-def run_steps(data, plan, **kwargs):
-    """(stage, batch) of every step of a run."""
-    for index, stage in enumerate(plan.stages):
-        parts = list(batches(data, plan, index, stage.start, **kwargs))
+def make_order(streams, steps, rows, positions, method, **options):
+    stages = make_stages(TSTConfig(**method), steps, rows, positions)
+    return Order(stages, [stream.length for stream in streams], **options)
+
+
+def run_steps(streams, order, **options):
+    """[batch of every step]."""
+    found = []
+    for index, stage in enumerate(order.stages):
+        parts = list(batches(streams, order, index, stage.start, **options))
         assert len(parts) == stage.stop - stage.start  # batches end with the stage
-        yield from ((stage, part) for part in parts)
+        found += parts
+    return found
 
 
-def used(data, plan):
-    """The tokens that a run uses up, in order: of each row what is not the next row's too."""
-    return np.concatenate([part[:, : s.row_stride].ravel() for s, part in run_steps(data, plan)])
+def assert_equal(batch, other):
+    for field, wanted in zip(batch, other, strict=True):
+        np.testing.assert_array_equal(field, wanted)
 
 
-def whole_epochs(order, plan):
-    """Asserts that `order` is epoch after epoch of each whole block once; returns the epochs."""
-    uses = [stage.step_tokens for stage in plan.stages for _ in range(stage.start, stage.stop)]
-    owner = [stage for stage in plan.stages for _ in range(stage.start, stage.stop)]
-    step_at, epochs, begin = np.cumsum(uses), [], 0
-    while begin < len(order):
-        stage = owner[np.searchsorted(step_at, begin, side="right")]  # its rows cut the epoch
-        extra = stage.row_tokens - stage.row_stride
-        size = (plan.tokens - extra) // stage.row_stride * stage.row_stride
-        epoch = order[begin : begin + size]
-        begin += size
-        if len(epoch) == size:
-            np.testing.assert_array_equal(np.sort(epoch), np.arange(size))
-        else:  # cut off by the end of the run
-            assert len(np.unique(epoch)) == len(epoch) and epoch.max() < size
-        epochs.append(epoch)
-    return epochs
-
-
-@each_run
-def test_unshuffled_steps_are_the_stream(steps, rows, positions, method):
-    data = np.arange(PRIME)
-    plan = make_plan(PRIME, steps, rows, positions, method, shuffle=False)
-    place = 0
-    for stage, batch in run_steps(data, plan):
-        assert batch.shape == (stage.rows, stage.row_tokens) and batch.dtype == np.int32
-        for row in batch:  # the target bag past a row's own bags is the next row's first
+@pytest.mark.parametrize("steps, rows, positions, method", RUNS)
+def test_a_batch_holds_the_rows_of_its_step(steps, rows, positions, method):
+    streams = [stream_of(PRIME)]
+    order = make_order(streams, steps, rows, positions, method, seed=3)
+    for (found,), step in zip(run_steps(streams, order), range(steps), strict=True):
+        index = next(i for i, s in enumerate(order.stages) if step < s.stop)
+        stage = order.stages[index]
+        assert found.shape == (stage.rows, stage.row_tokens) and found.dtype == np.int32
+        for row, k in zip(found, range(stage.rows)):
+            _, place, _ = order.place(index, (step - stage.start) * stage.rows + k)
             np.testing.assert_array_equal(row, place + np.arange(stage.row_tokens))
-            place += stage.row_stride
-    assert place == sum(stage.step_tokens * (stage.stop - stage.start) for stage in plan.stages)
-    assert plan.epochs == 1
 
 
 def test_neighbouring_rows_share_one_bag():
-    plan = make_plan(PRIME, 4, 3, 7, dict(bag_size=5, ratio=1.0), shuffle=False)
-    stream = np.random.default_rng(0).integers(0, 99, PRIME)
-    rows = np.concatenate([batch for _, batch in run_steps(stream, plan)])
+    streams = [Stream(np.random.default_rng(0).integers(0, 99, PRIME))]
+    order = make_order(streams, 4, 3, 7, dict(bag_size=5, ratio=1.0), shuffle=False)
+    rows = np.concatenate([ids for (ids,) in run_steps(streams, order)])
     assert rows.shape == (12, 8 * 5)
     np.testing.assert_array_equal(rows[:-1, -5:], rows[1:, :5])
 
 
-@each_run
-@pytest.mark.parametrize("size", [PRIME, 97])  # within one epoch; several
-def test_an_epoch_reads_each_block_once(steps, rows, positions, method, size):
-    plan = make_plan(size, steps, rows, positions, method, seed=3)
-    epochs = whole_epochs(used(np.arange(size), plan), plan)
-    assert plan.epochs == len(epochs)
-
-
-def test_no_epoch_repeats_the_order_of_another():
-    method = dict(bag_size=4, ratio=0.5)
-    plan = make_plan(500, 160, 2, 5, method)
-    epochs = whole_epochs(used(np.arange(500), plan), plan)
-    assert len(epochs) == 9  # six superposed, one across the switch, one and a part recovering
-    orders = {tuple(epoch[epoch % 20 == 0]) for epoch in epochs[:-1]}
-    assert len(orders) == 8 and tuple(range(0, 480, 20)) not in orders
-
-
-def test_the_seed_and_nothing_else_makes_the_order():
-    data, run = np.arange(PRIME), (11, 3, 7, dict(bag_size=5, ratio=0.4))
-    first, again, other = (used(data, make_plan(PRIME, *run, seed=s)) for s in (1, 1, 2))
-    np.testing.assert_array_equal(first, again)
-    assert (first != other).mean() > 0.5
-
-
-def test_shuffling_does_not_stop_at_the_switch():
-    """The blocks that superposition left are cut into recovery's rows, and those shuffled."""
-    plan = make_plan(PRIME, 10, 2, 4, dict(bag_size=4, ratio=0.3))
-    starts = [row[0] for stage, batch in run_steps(np.arange(PRIME), plan) for row in batch]
-    before, after = np.asarray(starts[:6]), np.asarray(starts[6:])
-    assert set(before % 16) == {0} and set(after % 16) == {0, 4, 8, 12}
-    assert not set(after // 16) & set(before // 16)
-    assert (np.diff(after) == 4).mean() < 0.3
-
-
-@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("packing", ["concat", "document"])
+@pytest.mark.parametrize("ahead", [0, 3])
 @pytest.mark.parametrize("size", [PRIME, 97])
-def test_a_batch_is_a_pure_function_of_the_step(size, shuffle):
-    data = np.arange(size)
+def test_a_batch_is_a_pure_function_of_the_step(size, ahead, packing):
     for steps, rows, positions, method in RUNS[1:4]:
-        plan = make_plan(size, steps, rows, positions, method, shuffle=shuffle)
-        whole = [batch for _, batch in run_steps(data, plan)]
-        for index, stage in enumerate(plan.stages):
+        streams = [stream_of(size, packing), stream_of(2 * size, packing, 1)]
+        fresh = lambda: make_order(  # noqa: B023
+            streams, steps, rows, positions, method, weights=["0.29", "0.71"]
+        )
+        order = fresh()
+        whole = run_steps(streams, order)
+        for index, stage in enumerate(order.stages):
             for step in range(stage.start, stage.stop):  # the steps around each switch among them
-                fresh = make_plan(size, steps, rows, positions, method, shuffle=shuffle)
-                rest = list(batches(data, fresh, index, step))
+                rest = list(batches(streams, fresh(), index, step, ahead=ahead))
                 assert len(rest) == stage.stop - step
-                np.testing.assert_array_equal(rest[0], whole[step])
-                np.testing.assert_array_equal(rest[-1], whole[stage.stop - 1])
-            assert not list(batches(data, plan, index, stage.stop))
+                assert_equal(rest[0], whole[step])
+                assert_equal(rest[-1], whole[stage.stop - 1])
+            assert not list(batches(streams, order, index, stage.stop))
 
 
-@pytest.mark.parametrize(
-    "shares", [[[0, 1], [2, 3]], [[0], [1], [2], [3]], [[1, 3], [0, 2], [1, 3]]]
-)
-@pytest.mark.parametrize("expand", ["length", "batch"])
-def test_processes_read_their_rows_of_one_batch(shares, expand):
-    """Any rows, also such as two processes share or as do not lie side by side, and no others."""
+@pytest.mark.parametrize("packing", ["concat", "document"])
+@pytest.mark.parametrize("hosts", [1, 2, 4, 8])
+def test_any_number_of_hosts_reads_one_global_batch(hosts, packing):
+    """And the rest of the run after a change of their number: nothing is kept but the step."""
+    streams = [stream_of(PRIME, packing), stream_of(PRIME, packing, 1)]
+    order = make_order(
+        streams, 8, 8, 6, dict(bag_size=3, ratio=0.5), weights=["0.5", "0.5"], seed=1
+    )
+    whole = run_steps(streams, order)
+    for index, stage in enumerate(order.stages):
+        shares = np.array_split(np.arange(stage.rows), hosts)
+        parts = [list(batches(streams, order, index, stage.start + 1, n)) for n in shares]
+        for step, fields in enumerate(zip(*parts), stage.start + 1):
+            together = [np.concatenate(field) for field in zip(*fields)]
+            assert_equal(together, whole[step])
 
+
+@pytest.mark.parametrize("numbers", [[1, 3], [0], [2, 1]])
+def test_a_process_reads_its_rows_and_no_others(numbers):
     class Read(np.ndarray):
         def __getitem__(self, index):
             read.append((index.start, index.stop))
             return super().__getitem__(index)
 
-    data, read = np.arange(PRIME), []
-    plan = make_plan(PRIME, 12, 4, 6, dict(bag_size=3, ratio=0.5, expand=expand))
-    scale = {stage.rows: stage.rows // 4 for stage in plan.stages}
-    for numbers in shares:
-        wide = {
-            rows: np.concatenate([np.arange(n * k, n * k + k) for n in numbers])
-            for rows, k in scale.items()
-        }
-        for index, stage in enumerate(plan.stages):
-            mine = wide[stage.rows]
-            read.clear()
-            parts = list(batches(data.view(Read), plan, index, stage.start, mine))
-            whole = list(batches(data, plan, index, stage.start))
-            for part, all_rows in zip(parts, whole, strict=True):
-                np.testing.assert_array_equal(part, all_rows[mine])
-            starts = [(part[:, 0]).tolist() for part in parts]
-            assert read == [(k, k + stage.row_tokens) for step in starts for k in step]
+    read = []
+    streams = [Stream(np.arange(PRIME).view(Read))]
+    order = make_order(streams, 12, 4, 6, dict(bag_size=3, ratio=0.5))
+    for index, stage in enumerate(order.stages):
+        read.clear()
+        parts = [ids for (ids,) in batches(streams, order, index, stage.start, numbers)]
+        starts = np.concatenate([part[:, 0] for part in parts]).tolist()
+        assert read == [(k, k + stage.row_tokens) for k in starts]
+        whole = [ids for (ids,) in batches(streams, order, index, stage.start)]
+        np.testing.assert_array_equal(parts, np.asarray(whole)[:, numbers])
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("mode, longest", [("full", 35), ("output", 11)])
-def test_a_corpus_of_one_row_is_read_and_a_shorter_one_refused(mode, longest, shuffle):
-    run = (4, 2, 6, dict(bag_size=5, ratio=0.5, mode=mode))
-    plan = make_plan(longest, *run, shuffle=shuffle)
-    for stage, batch in run_steps(np.arange(longest), plan):
-        if stage.bag_size > 1:
-            np.testing.assert_array_equal(batch, [np.arange(longest)] * 2)
-    with pytest.raises(DataError) as caught:
-        make_plan(longest - 1, *run, shuffle=shuffle)
-    message = str(caught.value)
-    assert "\n" not in message and f"{longest - 1} tokens" in message and f"{longest};" in message
+def test_batches_are_put_ahead_of_the_step():
+    """By a thread, so that reading and copying to the devices take no time of the step."""
+    import threading
+    import time
+
+    put, streams = [], [stream_of(PRIME)]
+    order = make_order(streams, 30, 2, 4, dict(ratio=0.0))
+
+    def put_one(batch):
+        put.append(threading.current_thread())
+        return batch
+
+    found = batches(streams, order, 0, 0, put=put_one, ahead=3)
+    next(found)
+    deadline = time.monotonic() + 10
+    while len(put) < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert 4 <= len(put) <= 6 and threading.current_thread() not in put  # three more, not all
+    found.close()
 
 
 def test_ids_of_a_store_come_out_as_int32(store):
-    tokens = open_store(store).tokens("train")
-    assert tokens.dtype == np.uint16
-    plan = make_plan(len(tokens), 4, 2, 3, dict(bag_size=2, ratio=0.5), shuffle=False)
-    stream = np.asarray(tokens)
-    first = next(batches(tokens, plan, 0, 0))
-    assert first.dtype == np.int32
-    np.testing.assert_array_equal(first, [stream[:8], stream[6:14]])
-    high = np.arange(65_000, 65_500).astype(np.uint16)  # no sign bit, no wrap
-    assert next(batches(high, make_plan(500, *RUNS[0], shuffle=False), 0, 0)).min() == 65_000
-    assert eval_batches(high, 2, 5, 0)[0].dtype == np.int32
+    found = open_store(store)
+    stream = open_stream(found, "train", "concat", "small")
+    assert stream.tokens.dtype == np.uint16 and stream.name == "small"
+    order = make_order([stream], 4, 2, 3, dict(bag_size=2, ratio=0.5), shuffle=False)
+    (first,) = next(batches([stream], order, 0, 0))
+    ids = np.asarray(found.tokens("train"))
+    np.testing.assert_array_equal(first, [ids[:8], ids[6:14]])
+    high = Stream(np.arange(65_000, 65_500).astype(np.uint16))  # no sign bit, no wrap
+    (rows,) = next(batches([high], make_order([high], *RUNS[0]), 0, 0))
+    assert rows.dtype == np.int32 and 65_000 <= rows.min() <= rows.max() < 65_500
+
+
+def test_an_id_outside_the_vocabulary_stops_the_run():
+    """Of a store that changed after it was verified, or was not: a gather would clamp the id."""
+    ids = np.arange(PRIME) % 50
+    streams = [Stream(ids, vocab_size=50, name="good"), Stream(ids + 1, vocab_size=50, name="bad")]
+    run = (20, 8, 8, dict(ratio=0.0))
+    assert len(run_steps(streams[:1], make_order(streams[:1], *run))) == 20
+    with pytest.raises(DataError, match="bad: holds id 50 near token .*the largest is 49"):
+        run_steps(streams, make_order(streams, *run, weights=["1", "1"]))
+
+
+# ---- packed documents (rule 20)
+
+
+def padded(ids, offsets, align):
+    """(ids, document from 1 on or 0 for a pad) of every place, written out."""
+    tokens, owners, first, number = [], [], 0, 0
+    for part in offsets:
+        for begin, end in zip(part, part[1:]):
+            number += 1
+            document = ids[first + begin : first + end].tolist()
+            pads = -len(document) % align
+            tokens += document + [0] * pads
+            owners += [number] * len(document) + [0] * pads
+        first += part[-1]
+    return np.array(tokens), np.array(owners)
+
+
+@pytest.mark.parametrize("longest", [3, 40])
+@pytest.mark.parametrize("align", [1, 2, 5, 16])
+def test_the_padded_stream_at_every_place(align, longest, monkeypatch):
+    monkeypatch.setattr("tst_jax.data.packing._BLOCK", 4)
+    ids, offsets = documents_of(np.random.default_rng(align), 23, longest)
+    stream = PaddedStream(ids, offsets, align)
+    tokens, owners = padded(ids, offsets, align)
+    assert len(stream) == len(tokens)
+    for count in (1, 7, 60):
+        for place in range(len(tokens) - count + 1):
+            found, segments = stream.read(place, count)
+            assert found.dtype == segments.dtype == np.int32
+            np.testing.assert_array_equal(found, tokens[place : place + count])
+            wanted = owners[place : place + count]
+            # The same documents, numbered anew from 1.
+            np.testing.assert_array_equal(segments == 0, wanted == 0)
+            pairs = set(zip(segments[segments > 0].tolist(), wanted[wanted > 0].tolist()))
+            assert len(pairs) == len({a for a, _ in pairs}) == len({b for _, b in pairs})
+            assert all(segment >= 1 for segment, _ in pairs)
+
+
+@pytest.mark.parametrize("method", [dict(bag_size=4, ratio=0.4), dict(stages="8:0.2,2:0.2")])
+def test_bags_hold_one_document_and_the_switch_loses_nothing(method):
+    ids, offsets = documents_of(np.random.default_rng(2), 150, 30)
+    streams = [Stream(ids, offsets)]
+    order = make_order(streams, 30, 2, 5, method, seed=4)
+    seen = []
+    for index, stage in enumerate(order.stages):
+        for tokens, segments in batches(streams, order, index, stage.start):
+            bags = segments.reshape(stage.rows, -1, stage.bag_size)
+            inside = np.where(bags == 0, bags.max(-1, keepdims=True), bags)
+            assert (inside == bags.max(-1, keepdims=True)).all()  # of one document, or pads
+            own = slice(stage.row_stride)
+            seen += tokens[:, own][segments[:, own] > 0].tolist()
+    assert len(seen) > 600 and len(set(seen)) == len(seen)  # nothing twice, nothing skipped
+    whole = list(range(len(order.stages)))
+    assert whole and set(seen) <= set(ids.tolist())
+
+
+def test_one_epoch_of_packed_documents_reads_every_token_once():
+    ids, offsets = documents_of(np.random.default_rng(3), 200, 30)
+    streams = [Stream(ids, offsets)]
+    length = streams[0].length(4)
+    steps = 3 + (length - 4 - 3 * 2 * 20) // 20 * 20 // 10  # superposed, then the rest of the epoch
+    method = dict(bag_size=4, superposition_steps=3, ratio=0.1)
+    order = make_order(streams, steps, 2, 5, method, seed=4)
+    seen = []
+    for index, stage in enumerate(order.stages):
+        for tokens, segments in batches(streams, order, index, stage.start):
+            own = slice(stage.row_stride)
+            seen += tokens[:, own][segments[:, own] > 0].tolist()
+    epochs = order.progress(steps)[0][0]
+    assert len(set(seen)) == len(seen) and 0.99 < epochs <= 1.0
+    assert len(seen) > len(ids) - 4 * 5 * 2 - 20  # all but the tail that fills no row
 
 
 # ---- held-out rows
@@ -202,7 +252,7 @@ def test_ids_of_a_store_come_out_as_int32(store):
 @pytest.mark.parametrize("size, rows, positions", [(PRIME, 3, 7), (PRIME, 4, 8), (22, 3, 7)])
 @pytest.mark.parametrize("limit", [0, 1, 100, 10**9])
 def test_held_out_rows_are_spread_and_predict_nothing_twice(size, rows, positions, limit):
-    got = eval_batches(np.arange(size), rows, positions, limit)
+    got = [ids for (ids,) in eval_batches(Stream(np.arange(size)), rows, positions, limit)]
     most = (size - 1) // (rows * positions)
     wanted = most if limit == 0 else max(1, limit // (rows * positions))
     assert len(got) == min(most, wanted)  # whole batches only
@@ -218,8 +268,19 @@ def test_held_out_rows_are_spread_and_predict_nothing_twice(size, rows, position
     assert size - 1 - (starts[-1] + spacing[0]) < len(starts)  # up to the end of the split
 
 
+def test_held_out_documents_are_packed_too():
+    ids, offsets = documents_of(np.random.default_rng(0), 40, 30)
+    tokens, owners = padded(ids, offsets, 1)
+    for found, segments in eval_batches(Stream(ids, offsets), 2, 9, 0, numbers=[1]):
+        assert found.shape == segments.shape == (1, 10)
+        (place,) = np.flatnonzero(tokens == found[0, 0])
+        np.testing.assert_array_equal(found[0], tokens[place : place + 10])
+        same = owners[place : place + 10]
+        np.testing.assert_array_equal(np.diff(segments[0]) != 0, np.diff(same) != 0)
+
+
 def test_a_held_out_split_below_one_batch_is_refused():
     with pytest.raises(DataError) as caught:
-        eval_batches(np.arange(21), 3, 7, 0)
+        eval_batches(Stream(np.arange(21), name="dclm"), 3, 7, 0)
     message = str(caught.value)
-    assert "\n" not in message and "21 tokens" in message and "22" in message
+    assert "\n" not in message and "21 tokens" in message and "22" in message and "dclm" in message

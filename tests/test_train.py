@@ -14,13 +14,15 @@ from tst_jax import config as config_lib
 from tst_jax import flops, generate, metrics, sharding
 from tst_jax.checkpoint import CheckpointError, Checkpoints, named_leaves
 from tst_jax.config import ConfigError
-from tst_jax.data.pipeline import RowPlan, batches, eval_batches
-from tst_jax.data.store import StoreError, open_store, write_store
+from tst_jax.data.order import Order
+from tst_jax.data.pipeline import Stream, batches, eval_batches
+from tst_jax.data.store import StoreError, open_store
+from tst_jax.data.store_writer import write_store
 from tst_jax.train import TrainingError, train
 from tst_jax.train_step import at_switch, init_state, key_data, make_train_step, state_shardings
 
 SWITCH = 8  # of the shared config: round(0.4 * 20)
-TIMES = ("step_seconds", "positions_per_second", "tokens_per_second")
+TIMES = ("step_seconds", "data_wait_seconds", "positions_per_second", "tokens_per_second")
 
 
 def final_state(config, workdir):
@@ -134,7 +136,8 @@ def test_eval_loss_is_ordinary_cross_entropy(whole):
     config, workdir, _, _ = whole
     model, _ = generate.load_model(workdir)
     store = open_store(config.data.store)
-    rows = np.concatenate(eval_batches(store.tokens("heldout"), 4, 8, 256))
+    found = eval_batches(Stream(store.tokens("heldout")), 4, 8, 256)
+    rows = np.concatenate([ids for (ids,) in found])
     logits = model.logits(model.body(model.embed(rows[:, :-1, None])))
     nats = -jnp.take_along_axis(jax.nn.log_softmax(logits), rows[:, 1:, None], -1).mean()
     line = metrics.read_metrics(workdir)[-1]
@@ -151,8 +154,8 @@ def test_golden_first_step(make_config, store):
         config = make_config(store)
         config.tst.ratio = ratio
         stages = config_lib.stages(config)
-        tokens = open_store(store).tokens("train")
-        rows = next(batches(tokens, RowPlan(stages, len(tokens), 0), 0, 0))
+        stream = Stream(open_store(store).tokens("train"))
+        (rows,) = next(batches([stream], Order(stages, [stream.length]), 0, 0))
         state = jax.jit(lambda key: init_state(config, key))(key_data(0))
         _, values = jax.jit(make_train_step(config, stages[0]))(state, rows)
         found += [float(values["loss"]), float(values["grad_norm"])]
@@ -282,13 +285,13 @@ def test_refusals_write_nothing(whole, make_config, store, tmp_path):
         (foreign / "thesis.txt", {}, ConfigError, "is a file"),
         (workdir, {"seed": 1}, ConfigError, "seed: 0 -> 1"),
         (workdir, {"steps": 30}, ConfigError, "steps: 20 -> 30"),
-        (tmp_path / "new", {"data.positions": 100_000}, ValueError, "train split has"),
+        (tmp_path / "new", {"data.positions": 100_000}, ValueError, "train split of store has"),
         (tmp_path / "new", {"model.vocab_size": 60}, ConfigError, "model.vocab_size=61"),
         (tmp_path / "new", {"data.store": str(tmp_path / "no")}, StoreError, "tst_jax.prepare"),
         (tmp_path / "new", {"mesh.data": 3}, ConfigError, "do not fill a mesh"),
         (tmp_path / "new", {"stop_after": 21}, ConfigError, "stop_after"),
         (tmp_path / "new", {"model.dtype": "float16"}, ConfigError, "model.dtype"),
-        (tmp_path / "new", {"eval.rows": 100_000}, ValueError, "heldout split has"),
+        (tmp_path / "new", {"eval.rows": 100_000}, ValueError, "heldout split of store has"),
     ]
     for folder, settings, kind, words in cases:
         before = untouched(tmp_path), untouched(workdir)
@@ -327,7 +330,7 @@ def test_other_store_is_refused_on_resume(whole, tmp_path):
     documents = lambda split: [(store.tokens(split)[:-1][:5000] % 60 + 1, 5000)]
     write_store(
         tmp_path / "other",
-        tokenizer=store.tokenizer(),
+        vocabulary=store.vocabulary(),
         train=documents("train"),
         heldout=documents("heldout"),
         separator_id=0,
@@ -335,7 +338,7 @@ def test_other_store_is_refused_on_resume(whole, tmp_path):
     )
     moved = copy.deepcopy(config)
     moved.data.store = str(tmp_path / "other")
-    with pytest.raises(ConfigError, match="another store"):
+    with pytest.raises(StoreError, match="another store"):
         train(moved, tmp_path / "run")
     shutil.copytree(config.data.store, tmp_path / "copy")  # a copy of the store is the same store
     moved.data.store = str(tmp_path / "copy")

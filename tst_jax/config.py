@@ -7,6 +7,7 @@ Each part of `Config` is defined beside the code that it configures. A run is a 
 import dataclasses
 
 from tst_jax import schedule
+from tst_jax.data.settings import DataConfig
 from tst_jax.errors import UserError
 from tst_jax.hosts import HostsConfig
 from tst_jax.kernels import dispatch
@@ -18,16 +19,6 @@ from tst_jax.sharding import MeshConfig
 
 class ConfigError(UserError):
     """Settings that cannot work; the message has one line a problem."""
-
-
-@dataclasses.dataclass
-class DataConfig:
-    """What a step reads."""
-
-    store: str = ""  # folder made by `python -m tst_jax.prepare`
-    rows: int = 8  # B: rows of a recovery step, over all devices
-    positions: int = 64  # L: positions of a row, in either phase
-    shuffle: bool = True  # rows in an order drawn from the seed; False: in the store's order
 
 
 @dataclasses.dataclass
@@ -73,13 +64,15 @@ class Config:
 HARMLESS = (
     *("stop_after", "log_every", "micro_batches", "kernels"),
     *("model.attention_backend", "model.remat"),
-    *("data.store", "mesh", "hosts", "eval", "checkpoint"),
+    *("data.store", "data.verify", "data.prefetch", "data.max_epochs"),
+    *("mesh", "hosts", "eval", "checkpoint"),
 )
 
 
 def stages(config: Config) -> list[schedule.Stage]:
     """The run's stages, from the final settings (rule 14)."""
-    return schedule.make_stages(config.tst, config.steps, config.data.rows, config.data.positions)
+    data = config.data
+    return schedule.make_stages(config.tst, config.steps, data.rows, data.positions, data.rows_from)
 
 
 def problems(config: Config) -> list[str]:
@@ -95,6 +88,7 @@ def problems(config: Config) -> list[str]:
         "loss_chunk": 1,
         "data.rows": 1,
         "data.positions": 1,
+        "data.prefetch": 0,
         "eval.every": 0,
         "eval.tokens": 0,
         "eval.rows": 1,
@@ -113,12 +107,7 @@ def problems(config: Config) -> list[str]:
         )
     if config.kernels not in dispatch.CHOICES:
         found.append(f"kernels is {config.kernels!r}; choose one of {', '.join(dispatch.CHOICES)}")
-    if not config.data.store:
-        found.append("data.store is empty; give the folder that tst_jax.prepare made")
-    if config.micro_batches >= 1 and config.data.rows % config.micro_batches:
-        found.append(
-            f"data.rows is {config.data.rows}, no multiple of micro_batches {config.micro_batches}"
-        )
+    found += config.data.problems()
     found += config.model.problems() + config.tst.problems() + config.optimizer.problems()
     longest = config.model.max_positions
     if config.model.positions == "learned" and config.data.positions > longest > 0:
@@ -131,7 +120,13 @@ def problems(config: Config) -> list[str]:
         found += config.schedule.problems(config.steps)
     if not found:
         try:
-            stages(config)
+            for stage in stages(config):
+                if stage.rows % config.micro_batches:
+                    raise ValueError(
+                        f"a step of {stage.phase} has {stage.rows} rows, no multiple of "
+                        f"micro_batches {config.micro_batches}; change data.rows, data.rows_from "
+                        "or micro_batches"
+                    )
         except ValueError as error:
             found.append(str(error))
     return found

@@ -14,6 +14,7 @@ import tqdm
 from tokenizers import Tokenizer, processors
 
 from tst_jax.checkpoint import Checkpoints
+from tst_jax.data.vocabulary import Vocabulary
 from tst_jax.errors import UserError
 from tst_jax.generate import open_run_store, read_run_config, warning
 from tst_jax.models.hugging_face import DTYPES, write_model
@@ -61,26 +62,34 @@ def export(workdir, out, store=None, dtype: str = "float32", force: bool = False
                 max_positions=longest,
                 separator_id=store.separator_id,
                 dtype=dtype,
-                files=_tokenizer_files(store.tokenizer(), store.separator_id, longest),
+                files=_tokenizer_files(store.vocabulary(), store.beginning, longest),
                 progress=progress.update,
             )
 
 
-def _tokenizer_files(tokenizer: Tokenizer, separator_id: int, max_positions: int) -> dict[str, str]:
-    """Name -> text of what `AutoTokenizer` reads, which begins each text with the separator:
-    a training document stands after one, and so does the prompt of `tst_jax.generate`.
+def _tokenizer_files(
+    vocabulary: Vocabulary, beginning: list[int], max_positions: int
+) -> dict[str, str | bytes]:
+    """Name -> content of what `AutoTokenizer` reads, which begins each text with `beginning`:
+    a training document stands after these ids, and so does the prompt of `tst_jax.generate`.
+
+    A vocabulary of another kind than Hugging Face's is written as it is.
     """
-    separator = tokenizer.id_to_token(separator_id)
+    if vocabulary.kind != "tokenizers":
+        print(f"{vocabulary.file} is written as it is: transformers may need it converted")
+        return {vocabulary.file: vocabulary.data}
+    tokenizer = Tokenizer.from_str(vocabulary.data.decode())
+    names = [tokenizer.id_to_token(i) for i in beginning]
     # In place of any other: training ids were made without special tokens.
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=[separator, "$A"],
-        pair=[separator, "$A", separator, "$B:1"],
-        special_tokens=[(separator, separator_id)],
+        single=[*names, "$A"],
+        pair=[*names, "$A", *names, "$B:1"],
+        special_tokens=sorted(set(zip(names, beginning))),
     )
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": separator,
-        "eos_token": separator,
+        "bos_token": names[-1],
+        "eos_token": names[0],
         "model_max_length": max_positions,
         "clean_up_tokenization_spaces": False,
     }

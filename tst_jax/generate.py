@@ -41,10 +41,15 @@ def load_model(workdir) -> tuple[Transformer, dict]:
 
 
 def open_run_store(run: dict, record: dict, path=None) -> Store:
-    """The store that a run was trained on: at `path`, or where the run's config says."""
-    store = open_store(path or run["data"]["store"])
-    if store.fingerprint != record["store"]:
-        raise UserError(f"{store.path} is not the store this run was trained on; give --store")
+    """A store that a run was trained on, for its vocabulary: at `path`, or where its config says.
+
+    Its tokens are not read.
+    """
+    store = open_store(path or run["data"]["store"].split(",")[0].strip(), verify="sizes")
+    if store.vocabulary_sha256 != record["vocabulary"]:
+        raise UserError(
+            f"{store.path} has another vocabulary than this run was trained with; give --store"
+        )
     return store
 
 
@@ -134,12 +139,9 @@ if __name__ == "__main__":
         run = read_run_config(WORKDIR.value)
         model, record = load_model(WORKDIR.value)
         store = open_run_store(run, record, STORE.value)
-        tokenizer = store.tokenizer()
+        vocabulary = store.vocabulary()
         # Documents begin after a separator, so an empty prompt is one too.
-        prompt_ids = [
-            store.separator_id,
-            *tokenizer.encode(PROMPT.value, add_special_tokens=False).ids,
-        ]
+        prompt_ids = [*store.beginning, *vocabulary.encode(PROMPT.value)]
         text = warning(record)
         if text:
             print(text, file=sys.stderr)
@@ -152,6 +154,6 @@ if __name__ == "__main__":
             SEED.value,
             store.separator_id,
         )
-        print(PROMPT.value + tokenizer.decode(new))
+        print(PROMPT.value + vocabulary.decode(new))
 
     cli.run(main, __doc__)

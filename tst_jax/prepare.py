@@ -1,238 +1,361 @@
-"""Makes a token store from text: read, split, train a tokenizer, encode, write.
+"""Makes a token store from a corpus: read, encode, shuffle, split, write.
 
     python -m tst_jax.prepare --source=stdlib --out=DIR
     python -m tst_jax.prepare --source=text --files='corpus/**/*.txt' --out=DIR --vocab_size=32768
-    python -m tst_jax.prepare --source=text --files='*.md' --out=DIR --tokenizer=tokenizer.json
+    python -m tst_jax.prepare --source=jsonl --files='gs://BUCKET/dclm/*.jsonl.zst' --out=DIR \
+        --tokenizer=llama-3/tokenizer.json --bos='<|begin_of_text|>' --separator='<|end_of_text|>'
+    python -m tst_jax.prepare --source=parquet --files='fineweb-edu/*.parquet' --out=DIR \
+        --tokenizer=tokenizer.model
+    python -m tst_jax.prepare --source=tfds --dataset=wiki40b/en --out=DIR
+    python -m tst_jax.prepare --source=huggingface --dataset=roneneldan/TinyStories --out=DIR
+    python -m tst_jax.prepare --source=llmc --files='fineweb10B/*.bin' --out=DIR \
+        --tokenizer=tiktoken:gpt2
+    python -m tst_jax.prepare --source=megatron --files='corpus_text_document.bin' --out=DIR \
+        --vocab_size=50432 --separator=0
 
-`stdlib` is the running Python's own standard library: a real corpus that needs no download. Run
-again, the same command verifies the store that it finds and leaves it as it is.
+`stdlib` is the running Python's own standard library: a real corpus that needs no download. The
+command can be killed at any time: run again it goes on, and a store that is done it verifies and
+leaves as it is. Work in progress lies in .NAME.preparing beside the store. Documents with the same
+content are kept once; the order of the documents, and which are held out, follow from their content
+and --seed.
 """
 
 import argparse
+import contextlib
+import dataclasses
 import datetime
+import fcntl
 import hashlib
+import json
 import os
 import platform
+import random
+import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tokenizers
-from tokenizers import Tokenizer
-from tqdm import tqdm
 
-from tst_jax.data import corpora
-from tst_jax.data.store import (
-    MANIFEST,
-    SPLITS,
-    Store,
-    StoreError,
-    check_writable,
-    open_store,
-    sha256_of_file,
-    tokenizer_vocab_size,
-    write_store,
-)
+from tst_jax.data import runs, vocabulary
+from tst_jax.data.sources import SOURCES, SourceError
+from tst_jax.data.store import MANIFEST, SPLITS, Store, StoreError, open_store
+from tst_jax.data.store_writer import SHARD_TOKENS, check_writable, seal
+from tst_jax.data.vocabulary import Vocabulary
+from tst_jax.data.workers import Progress, Workers
+from tst_jax.errors import UserError
 
 DEFAULT_VOCAB_SIZE = 8192
-SEPARATORS = (corpora.SEPARATOR, "<|end_of_text|>")
-
-# A batch is enough text to keep every core busy; the library's encodings take far more memory than
-# their text, so this, not the corpus, sets the peak.
-_BATCH_CHARACTERS = 1 << 20
+# What the options of this command are called in each source.
+_FIELDS = {"files": "files", "field": "field", "dataset": "name", "split": "split"}
+_FIELDS |= {"data_dir": "data_dir", "dataset_config": "config"}
 
 
-def prepare_store(
-    out: str | os.PathLike,
-    *,
-    source: str,
-    files: str | None = None,
-    vocab_size: int | None = None,
-    tokenizer: str | os.PathLike | None = None,
-    heldout_fraction: float = 0.05,
-    seed: int = 0,
-) -> Store:
-    """Prepares `out`, or verifies it if this same request made it before; prints what it does.
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The command's flags; what they are stands in `_parser`."""
+
+    out: Path
+    source: str
+    files: str | None = None
+    field: str | None = None
+    dataset: str | None = None
+    dataset_config: str | None = None
+    split: str | None = None
+    data_dir: str | None = None
+    tokenizer: str | None = None
+    vocab_size: int | None = None
+    bpe_bytes: int = 1_000_000_000
+    separator: str | None = None
+    bos: str | None = None
+    eos: str | None = None
+    heldout_fraction: float = 0.05
+    seed: int = 0
+    processes: int = 0
+    shard_tokens: int = SHARD_TOKENS
+
+
+# Flags that change how fast a store is made, and not what is in it.
+_HARMLESS = ("out", "processes")
+
+
+def prepare_store(out: str | os.PathLike, **flags) -> Store:
+    """Prepares `out`, or goes on, or verifies it if this same request made it; prints what it does.
 
     Args:
       out: the store's folder.
-      source: "stdlib" or "text".
-      files: for "text", the glob of the files; each is one document.
-      vocab_size: of the tokenizer to train on the train split; 8192 if not given.
-      tokenizer: an existing tokenizer.json to use instead; `vocab_size` is then its size.
-      heldout_fraction: share of the documents that is held out.
-      seed: decides which documents those are, and the order of both splits.
-
-    Raises CorpusError or StoreError, with one line; an `out` that holds anything else is never
-    touched.
+      **flags: as the command's.
+    Raises:
+      UserError: in one line; an `out` that holds anything else is never touched.
     """
-    if source not in ("stdlib", "text"):
-        raise corpora.CorpusError(f"--source={source}: the sources are stdlib and text")
-    if source == "text" and not files:
-        raise corpora.CorpusError("--source=text needs --files=GLOB")
-    if source == "stdlib" and files:
-        raise corpora.CorpusError(f"--files={files}: belongs to --source=text, not to stdlib")
-
-    given = None
-    if tokenizer is not None:
-        given = _load_tokenizer(Path(tokenizer), vocab_size)
-        vocab_size = tokenizer_vocab_size(given)
-    request = {
-        "source": source,
-        "files": files,
-        "vocab_size": DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size,
-        "tokenizer_sha256": None if given is None else sha256_of_file(Path(tokenizer)),
-        "heldout_fraction": heldout_fraction,
-        "seed": seed,
-    }
-    if source == "stdlib":
-        request["python"] = platform.python_version()
-    else:  # so that files added since are not passed over as "already prepared"
-        sizes = [file.stat().st_size for file in corpora.matching_files(files)]
-        request["matched"] = {"files": len(sizes), "bytes": sum(sizes)}
-
-    out = Path(out).absolute()
-    store = _find_prepared(out, request)
-    if store is not None:
+    options = Options(Path(out).absolute(), **flags)
+    if not 0 < options.heldout_fraction < 1:
+        raise StoreError(
+            f"--heldout_fraction={options.heldout_fraction}: give a number between 0 and 1"
+        )
+    if not 0 <= options.seed < 1 << 64:
+        raise StoreError(f"--seed={options.seed}: give a whole number from 0 to 2**64 - 1")
+    for name, least in (("shard_tokens", 1), ("bpe_bytes", 1), ("processes", 0)):
+        if (value := getattr(options, name)) < least:
+            raise StoreError(f"--{name}={value}: give a number of at least {least}")
+    given = _vocabulary(options)
+    source = _source(options, given)
+    # Before any work. What a BPE will learn beyond the bytes is text, so no special token.
+    _special(options, given or vocabulary.train_bpe((), 257))
+    done = (options.out / MANIFEST).is_file()
+    if not done:
+        check_writable(options.out)
+    units = source.units()
+    request = _request(options, given, units)
+    if done:
+        store = _verified(options.out, request)
         print("already prepared")
     else:
-        if source == "stdlib":
-            documents = corpora.stdlib_documents()
-        else:
-            documents = corpora.text_documents(files)
-        store = _make_store(out, documents, given, request)
+        with _work_folder(options.out, request) as work:
+            store = _make(options, request, source, units, given, work)
+    # Also what a command that was killed at the very end has left.
+    shutil.rmtree(_work_of(options.out), ignore_errors=True)
     for split in SPLITS:
-        figures = store.manifest["splits"][split]
-        print(
-            f"{split}: {figures['documents']:,} documents, {figures['tokens']:,} tokens, "
-            f"{store.bytes_per_token(split):.3f} bytes per token"
-        )
+        documents, tokens = (store.count(split, what) for what in ("documents", "tokens"))
+        line = f"{split}: {documents:,} documents, {tokens:,} tokens"
+        if (ratio := store.bytes_per_token(split)) is not None:
+            line += f", {ratio:.3f} bytes per token"
+        print(line)
     print(f"store: {store.path}")
     return store
 
 
-def _find_prepared(out: Path, request: dict[str, Any]) -> Store | None:
-    """The verified store of the same request, None if `out` is free, or a StoreError."""
-    if not (out / MANIFEST).is_file():
-        check_writable(out)
+def _vocabulary(options) -> Vocabulary | None:
+    """The vocabulary that the flags name, None for one that is to be trained."""
+    if options.tokenizer in (None, "bpe"):
+        if SOURCES[options.source].tokens:
+            if options.vocab_size is None or options.separator is None or options.tokenizer:
+                raise StoreError(
+                    f"--source={options.source} holds ids, not text; give the --tokenizer that "
+                    "made them, or --vocab_size=N and --separator=ID"
+                )
+            return vocabulary.ids_only(options.vocab_size)
+        if (size := _size_of_bpe(options)) < 257:
+            raise StoreError(f"--vocab_size={size}: a byte-level BPE needs 257 or more")
         return None
-    store = open_store(out)
-    found = store.manifest["provenance"].get("request", {})
-    different = [key for key in {**found, **request} if found.get(key) != request.get(key)]
-    if different:
-        listed = ", ".join(
-            f"{key} {found.get(key)} there and {request.get(key)} here" for key in different
+    found = vocabulary.from_option(options.tokenizer)
+    if options.vocab_size not in (None, found.size):
+        raise StoreError(
+            f"--vocab_size={options.vocab_size}: {options.tokenizer} has {found.size} tokens; "
+            "leave out one of the two flags"
         )
-        raise StoreError(f"{out}: is a store of another request ({listed}); choose another --out")
+    return found
+
+
+def _size_of_bpe(options) -> int:
+    return DEFAULT_VOCAB_SIZE if options.vocab_size is None else options.vocab_size
+
+
+def _special(options, found: Vocabulary) -> dict[str, int | None]:
+    special = {"separator": vocabulary.special_id(found, options.separator, "separator")}
+    for name in ("bos", "eos"):
+        token = getattr(options, name)
+        special[name] = None if token is None else vocabulary.special_id(found, token, name)
+    return special
+
+
+def _source(options, given):
+    source = SOURCES[options.source]
+    names = {field.name: field for field in dataclasses.fields(source)}
+    arguments = {}
+    for flag, name in _FIELDS.items():
+        value = getattr(options, flag)
+        if value is not None and name not in names:
+            raise SourceError(f"--{flag}={value}: --source={options.source} takes no --{flag}")
+        if name in names and value is None and names[name].default is dataclasses.MISSING:
+            raise SourceError(f"--source={options.source} needs --{flag}=...")
+        if value is not None:
+            arguments[name] = value
+    if "separator_id" in names:
+        arguments["separator_id"] = vocabulary.special_id(given, options.separator, "separator")
+    return source(**arguments)
+
+
+def _request(options, given, units) -> dict[str, Any]:
+    """What decides the content of the store, as JSON."""
+    request = dataclasses.asdict(options)
+    for name in _HARMLESS:
+        del request[name]
+    request["vocab_size"] = _size_of_bpe(options) if given is None else given.size
+    # By content: the same path may hold another one tomorrow.
+    request["tokenizer"] = None if given is None else given.sha256
+    listed = json.dumps([(unit.name, unit.bytes) for unit in units]).encode()
+    request["units"] = {
+        "count": len(units),
+        "bytes": sum(unit.bytes for unit in units),
+        "sha256": hashlib.sha256(listed).hexdigest(),
+    }
+    if options.source == "stdlib":
+        request["python"] = platform.python_version()
+    return request
+
+
+def _differences(found: dict, wanted: dict) -> str:
+    keys = [key for key in {**found, **wanted} if found.get(key) != wanted.get(key)]
+    return ", ".join(f"{key} {found.get(key)} there and {wanted.get(key)} here" for key in keys)
+
+
+def _verified(out: Path, request) -> Store:
+    with Progress(f"verifying {out}", _size(out)) as progress:
+        store = open_store(out, progress=lambda done, total: progress.update(done))
+    different = _differences(store.manifest["provenance"].get("request", {}), request)
+    if different:
+        raise StoreError(
+            f"{out}: is a store of another request ({different}); choose another --out"
+        )
     return store
 
 
-def _make_store(out, documents, given: Tokenizer | None, request: dict[str, Any]) -> Store:
-    digest, count, size = hashlib.sha256(), 0, 0
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())
 
-    def counted() -> Iterator[corpora.Document]:
-        nonlocal count, size
-        for name, text in documents:
-            # Lengths go in too, or text could move between two neighbours unnoticed.
-            for part in (os.fsencode(name), text.encode()):
-                digest.update(len(part).to_bytes(8, "big") + part)
-            count, size = count + 1, size + len(part)
-            yield name, text
 
-    train, heldout = corpora.split_documents(
-        _progress(counted(), "reading", "documents"), request["heldout_fraction"], request["seed"]
+def _work_of(out: Path) -> Path:
+    return out.with_name(f".{out.name}.preparing")
+
+
+@contextlib.contextmanager
+def _work_folder(out: Path, request) -> Iterator[Path]:
+    """The folder of the work in progress, held against other commands while it is used."""
+    work = _work_of(out)
+    work.mkdir(parents=True, exist_ok=True)
+    with open(work / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise StoreError(f"{out}: another command is preparing it; wait for that one") from None
+        file = work / "request.json"
+        if file.exists():
+            different = _differences(json.loads(file.read_text()), request)
+            if different:
+                raise StoreError(
+                    f"{work}: holds unfinished work of another request ({different}); delete it, "
+                    "or choose another --out"
+                )
+            print(f"going on with the work in {work}")
+        else:
+            partial = file.with_suffix(".partial")
+            partial.write_text(json.dumps(request))
+            partial.replace(file)
+        try:
+            yield work
+        except UserError:
+            # Else a command that was wrong from the start would stand in the way of the right one.
+            if not any((work / "runs").glob("run-*")) and not (work / "tokenizer.json").exists():
+                shutil.rmtree(work)
+            raise
+
+
+def _make(options, request, source, units, given, work: Path) -> Store:
+    folder, shards = work / "runs", work / "store"
+    folder.mkdir(exist_ok=True)
+    shards.mkdir(exist_ok=True)
+    found = given or _trained(options, source, units, request["vocab_size"], work)
+    special = _special(options, found)
+    job = runs.Job(
+        folder,
+        source,
+        found,
+        heldout_fraction=options.heldout_fraction,
+        seed=options.seed,
+        **special,
     )
-    if given is None:
-        texts = (text for _, text in train)  # never the held-out text
-        tokenizer = corpora.train_bpe(
-            _progress(texts, "training the tokenizer", "documents", len(train)),
-            request["vocab_size"],
-        )
-    else:
-        tokenizer = given
-    return write_store(
-        out,
-        tokenizer=tokenizer,
-        train=_encode(tokenizer, train, "encoding train"),
-        heldout=_encode(tokenizer, heldout, "encoding heldout"),
-        separator_id=_separator_id(tokenizer),
-        provenance={
-            "request": request,
-            "documents": count,
-            "text_bytes": size,
-            "duplicates_dropped": count - len(train) - len(heldout),
-            "corpus_sha256": digest.hexdigest(),
-            "python": platform.python_version(),
-            "tools": {"numpy": np.__version__, "tokenizers": tokenizers.__version__},
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        },
+    cores = options.processes or os.cpu_count() or 1
+    processes = max(1, min(cores, len(units)))
+    with Workers(processes, cores // processes, job) as workers:
+        _encode(workers, units)
+        totals = runs.totals(folder, len(units))
+        counts = {
+            split: max(1, round(totals[split]["ids"] / options.shard_tokens)) for split in SPLITS
+        }
+        calls = [(len(units), shards, s, k, counts[s]) for s in SPLITS for k in range(counts[s])]
+        with Progress("shuffling", len(calls), "") as progress:
+            entries = workers.run(_merge, calls, lambda sums, done: progress.update(done))
+    by_split = {s: [e for c, e in zip(calls, entries) if c[2] == s] for s in SPLITS}
+    read = sum(
+        json.loads((folder / f"unit-{k:06d}.json").read_text())["documents"]
+        for k in range(len(units))
     )
+    kept = sum(entry["documents"] for entry in entries if entry)
+    encoded = sum(totals[split]["documents"] for split in SPLITS)
+    provenance = {
+        "request": request,
+        "tokenizer": options.tokenizer,
+        "documents": read,
+        "empty_dropped": read - encoded,
+        "duplicates_dropped": encoded - kept,
+        "python": platform.python_version(),
+        "tools": {"numpy": np.__version__, "tokenizers": tokenizers.__version__},
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+    for leftover in shards.glob("*.partial-*"):
+        leftover.unlink()
+    with Progress("verifying", _size(shards)) as progress:
+        show = lambda done, total: progress.update(done)
+        return seal(shards, options.out, found, special, by_split, provenance, show)
 
 
-def _encode(tokenizer: Tokenizer, documents: list[corpora.Document], description: str):
-    """Yields (ids, text_bytes) of each document, without special tokens of any kind."""
-    # A document that spells the separator is text, not two documents.
-    tokenizer.encode_special_tokens = True
-    for batch in _batches(_progress(documents, description, "documents", len(documents))):
-        for text, encoding in zip(batch, tokenizer.encode_batch(batch, add_special_tokens=False)):
-            yield encoding.ids, len(text.encode())
+def _encode(workers, units) -> None:
+    total = sum(unit.bytes for unit in units)
+    done_bytes = [0]
+    for unit in units:
+        done_bytes.append(done_bytes[-1] + unit.bytes)
+    with Progress("encoding", total) as progress:
+
+        def watch(sums, done):
+            # Bytes of text are not bytes on disk where files are compressed: units that are done
+            # say how many there are to one.
+            _, text, ids = sums
+            progress.update(max(min(text, total), done_bytes[done]), ids)
+
+        workers.run(runs.encode_unit, enumerate(units), watch)
 
 
-def _batches(documents: Iterable[corpora.Document]) -> Iterator[list[str]]:
-    batch, characters = [], 0
-    for _, text in documents:
-        batch.append(text)
-        characters += len(text)
-        if characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
+def _merge(job, units, shards, split, number, count, tick):
+    return runs.merge_shard(job, units, shards, split, number, count)
 
 
-def _load_tokenizer(path: Path, vocab_size: int | None) -> Tokenizer:
-    if not path.is_file():
-        raise corpora.CorpusError(f"--tokenizer={path}: no such file; give a tokenizer.json")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise corpora.CorpusError(
-            f"--tokenizer={path}: is not a tokenizer.json ({error})"
-        ) from error
-    _separator_id(tokenizer)
-    size = tokenizer_vocab_size(tokenizer)
-    if vocab_size not in (None, size):
-        raise corpora.CorpusError(
-            f"--vocab_size={vocab_size}: {path} has {size} tokens; leave out one of the two flags"
-        )
-    # Both may be set in a file made for fine-tuning, and would cut or pad documents silently.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+def _trained(options, source, units, size: int, work: Path) -> Vocabulary:
+    """A byte-level BPE of the train split's text, or of --bpe_bytes from all over it."""
+    kept = work / "tokenizer.json"
+    if kept.exists():
+        return vocabulary.load(kept)
+    total = sum(unit.bytes for unit in units)
+    order = list(units)
+    most = None
+    if total > options.bpe_bytes:
+        random.Random(options.seed).shuffle(order)
+        most = max(1, options.bpe_bytes // min(len(order), 64))
+    low, high = runs.key_ranges(options.heldout_fraction)["train"]
 
+    def texts():
+        seen = 0
+        with Progress("training the tokenizer", min(total, options.bpe_bytes), "") as progress:
+            for unit in order:
+                of_unit = 0
+                for text in source.read(unit):
+                    if low <= runs.document_key(text, options.seed)[0] < high:
+                        yield text  # never held-out text
+                        of_unit += len(text)
+                        progress.update(min(seen + of_unit, total))
+                    if most is not None and of_unit >= most:
+                        break
+                seen += of_unit
+                if seen >= options.bpe_bytes:
+                    return
 
-def _separator_id(tokenizer: Tokenizer) -> int:
-    for separator in SEPARATORS:
-        token_id = tokenizer.token_to_id(separator)
-        if token_id is not None:
-            return token_id
-    raise corpora.CorpusError(
-        f"the tokenizer has no separator: add {' or '.join(SEPARATORS)} as a special token"
-    )
-
-
-def _progress(items: Iterable, description: str, unit: str, total: int | None = None) -> Iterator:
-    """A bar on a terminal; elsewhere (a log) a line at the start and at each quarter."""
-    if sys.stderr.isatty():
-        yield from tqdm(items, desc=description, unit=f" {unit}", total=total)
-        return
-    print(description, flush=True)
-    for number, item in enumerate(items, 1):
-        yield item
-        if total and total >= 8 and number * 4 // total > (number - 1) * 4 // total:
-            print(f"{description}: {number} of {total} {unit}", flush=True)
+    found = vocabulary.train_bpe(texts(), size)
+    partial = work / "tokenizer.partial"
+    partial.write_bytes(found.data)
+    partial.replace(kept)
+    return found
 
 
 class _Parser(argparse.ArgumentParser):
@@ -240,8 +363,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"prepare: {message} (see --help)\n")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command on `argv` (without the program's name); returns the exit status."""
+def _parser() -> _Parser:
     # argparse, not absl: other commands import this module, and absl flags are global to a process.
     parser = _Parser(
         prog="python -m tst_jax.prepare",
@@ -249,23 +371,46 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--source", required=True, choices=("stdlib", "text"))
-    parser.add_argument("--files", metavar="GLOB", help="for text: one document per file")
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder of the store")
-    parser.add_argument("--vocab_size", type=int, help=f"default {DEFAULT_VOCAB_SIZE}")
-    parser.add_argument("--tokenizer", metavar="FILE", help="use this tokenizer.json, train none")
-    parser.add_argument("--heldout_fraction", type=float, default=0.05)
-    parser.add_argument("--seed", type=int, default=0)
-    options = vars(parser.parse_args(argv))
+    add = parser.add_argument
+    add("--source", required=True, choices=tuple(SOURCES))
+    add("--out", required=True, metavar="DIR", help="folder of the store, on a local disk")
+    add("--files", metavar="GLOB", help="of the corpus: a path, gs://..., s3://...; quote it")
+    add("--field", help="of each record that holds its text; default text")
+    add("--dataset", metavar="NAME", help="of tfds, or of the Hugging Face hub, or its folder")
+    add("--dataset_config", metavar="NAME", help="of a Hugging Face dataset")
+    add("--split", help="of the dataset; default train")
+    add("--data_dir", metavar="DIR", help="of tfds")
+    add(
+        "--tokenizer",
+        metavar="WHAT",
+        help="FILE.json (Hugging Face), FILE.model (SentencePiece), tiktoken:NAME, bytes, or bpe "
+        "(the default): train a byte-level BPE of --vocab_size on the corpus",
+    )
+    add("--vocab_size", type=int, metavar="N", help=f"of bpe, default {DEFAULT_VOCAB_SIZE}")
+    add("--bpe_bytes", type=int, metavar="N", help="text that bpe is trained on, default 1e9")
+    add("--separator", metavar="TOKEN", help="ends each document; default: what the tokenizer has")
+    add("--bos", metavar="TOKEN", help="begins each document; default: none")
+    add("--eos", metavar="TOKEN", help="stands before the separator; default: none")
+    add("--heldout_fraction", type=float, metavar="X", help="of the documents, default 0.05")
+    add("--seed", type=int, metavar="N", help="of the order and the held-out documents, default 0")
+    add("--processes", type=int, metavar="N", help="default 0: as many as there are cores")
+    add("--shard_tokens", type=int, metavar="N", help=f"of a shard, default {SHARD_TOKENS}")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command on `argv` (without the program's name); returns the exit status."""
+    given = vars(_parser().parse_args(argv))
     try:
-        prepare_store(options.pop("out"), **options)
-    except (corpora.CorpusError, StoreError, OSError) as error:
+        prepare_store(given.pop("out"), **{k: v for k, v in given.items() if v is not None})
+    except (UserError, OSError) as error:
         print(f"prepare: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("prepare: interrupted; the same command goes on", file=sys.stderr)
+        return 130
     return 0
 
 
 if __name__ == "__main__":
-    # This process encodes and ends; it never forks, which is what the library's warning is about.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     sys.exit(main())

@@ -46,8 +46,8 @@ class Programs:
 
     init: object  # key data -> state; with config.init_from: (key data, params) -> state
     switch: object  # state -> state
-    steps: dict  # stage index -> (state, tokens) -> (state, metrics)
-    evaluate: object  # (params, tokens) -> (nats, tokens)
+    steps: dict  # stage index -> (state, *batch) -> (state, metrics)
+    evaluate: object  # (params, *batch) -> (nats, tokens)
 
 
 def use_cache() -> None:
@@ -83,6 +83,7 @@ def layout(config: Config, devices=None):
             config.model.dtype,
             config.model.head_dim,
             stage.positions,
+            packed=config.data.packing == "document",
         )
     parts = math.prod(mesh.shape[axis] for axis in sharding.RULES["batch"])
     batches = {f"{stage.phase} rows": stage.rows / config.micro_batches for stage in stages}
@@ -97,19 +98,22 @@ def layout(config: Config, devices=None):
     return mesh, shapes, shardings
 
 
-def _int32(*shape):
-    return jax.ShapeDtypeStruct(shape, np.int32)
+def _batch(config, rows, tokens):
+    """Shapes of a batch's fields, which a step takes as arguments."""
+    fields = 2 if config.data.packing == "document" else 1
+    return (jax.ShapeDtypeStruct((rows, tokens), np.int32),) * fields
 
 
 def lower_step(config: Config, stage: schedule.Stage, mesh, shapes, shardings):
     """The training step of a stage, `jax.stages.Lowered`; the state is donated."""
+    batch = _batch(config, stage.rows, stage.row_tokens)
     return jax.jit(
         make_train_step(config, stage, mesh),
-        in_shardings=(shardings, sharding.batch_sharding(mesh)),
+        in_shardings=(shardings, *[sharding.batch_sharding(mesh)] * len(batch)),
         out_shardings=(shardings, sharding.replicated(mesh)),
         donate_argnums=0,
         compiler_options=COMPILER_OPTIONS[sharding.platform(mesh)],
-    ).lower(shapes, _int32(stage.rows, stage.row_tokens))
+    ).lower(shapes, *batch)
 
 
 def compile_run(config: Config, stages, mesh, shapes, shardings, step, last, say) -> Programs:
@@ -119,7 +123,7 @@ def compile_run(config: Config, stages, mesh, shapes, shardings, step, last, say
       stages, shapes, shardings: of the run and its state.
       say: called with one line that names the programs and their seconds.
     """
-    batch, whole = sharding.batch_sharding(mesh), sharding.replicated(mesh)
+    whole = sharding.replicated(mesh)
     lower = lambda function, *arguments, **options: jax.jit(
         function, compiler_options=COMPILER_OPTIONS[sharding.platform(mesh)], **options
     ).lower(*arguments)
@@ -128,10 +132,11 @@ def compile_run(config: Config, stages, mesh, shapes, shardings, step, last, say
     for index, stage in enumerate(stages):
         if stage.stop > step and stage.start < last:
             lowered[index] = lower_step(config, stage, mesh, shapes, shardings)
+    batch = _batch(config, config.eval.rows, config.data.positions + 1)
     lowered["evaluate"] = lower(
         make_eval_step(config, mesh),
-        *(shapes.params, _int32(config.eval.rows, config.data.positions + 1)),
-        in_shardings=(shardings.params, batch),
+        *(shapes.params, *batch),
+        in_shardings=(shardings.params, *[sharding.batch_sharding(mesh)] * len(batch)),
         out_shardings=whole,
     )
     if step == 0:

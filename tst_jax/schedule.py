@@ -20,13 +20,39 @@ class TSTConfig:
     mode: str = "full"  # full; input: bags in, next token out; output: tokens in, next bag out
     objective: str = "mce"  # mce, mass, bce, hinge
     weights: str = "uniform"  # of the slots: uniform, power, exponential, first, fitted
+    fitted: str = ""  # "C0,a,k" of weights=fitted; "": those of the store's data_report
     expand: str = "length"  # a step's extra tokens as s times longer rows, or s times as many
     reset_optimizer: bool = False  # at each switch, start the optimizer state anew
     reinit_embedding_and_head: bool = False  # at each switch (the paper's Table 2 ablation)
 
+    def fitted_constants(self) -> tuple[float, float, float]:
+        """(C0, a, k) of C0 + a * i^k; the paper's where none are given.
+
+        Raises:
+          ValueError: no three finite numbers, or weights that are not all positive.
+        """
+        if not self.fitted:
+            return superposition.FITTED
+        try:
+            offset, scale, exponent = (float(part) for part in self.fitted.split(","))
+            slots = range(1, max(self.bag_size, 1) + 1)
+            positive = all(0 < offset + scale * i**exponent < float("inf") for i in slots)
+        except (ValueError, OverflowError):
+            positive = False
+        if not positive:
+            raise ValueError(
+                f"tst.fitted is {self.fitted!r}; write C0,a,k as '3.63,1.35,-1.25', such that "
+                "C0 + a * i^k is above 0 for each slot i"
+            )
+        return offset, scale, exponent
+
     def problems(self) -> list[str]:
         """One line for each setting that is out of range by itself."""
         found = []
+        try:
+            self.fitted_constants()
+        except ValueError as error:
+            found.append(str(error))
         if self.bag_size < 1:
             found.append(f"tst.bag_size is {self.bag_size}; it must be at least 1")
         if not 0 <= self.ratio <= 1:
@@ -104,6 +130,11 @@ class Stage:
         return superposition.row_stride(self.positions, self.bag_size, self.mode)
 
     @property
+    def align(self) -> int:
+        """Tokens that packed documents are padded to a multiple of: what a position reads."""
+        return 1 if self.mode == "output" else self.bag_size
+
+    @property
     def step_tokens(self) -> int:
         """Data tokens that a step uses up."""
         return self.rows * self.row_stride
@@ -125,13 +156,34 @@ def parse_stages(text: str) -> list[tuple[int, float]]:
         ) from None
 
 
-def make_stages(tst: TSTConfig, steps: int, rows: int, positions: int) -> list[Stage]:
+def parse_rows_from(text: str, steps: int) -> list[tuple[int, int]]:
+    """`"1000:32,2000:64"` -> [(1000, 32), (2000, 64)]; ValueError if it cannot be."""
+    try:
+        found = [tuple(int(x) for x in part.split(":")) for part in text.split(",") if text]
+        if any(len(pair) != 2 for pair in found):
+            raise ValueError
+    except ValueError:
+        raise ValueError(
+            f"data.rows_from is {text!r}; write steps and rows as '1000:32,2000:64'"
+        ) from None
+    rising = [0, *(step for step, _ in found), steps]
+    if any(a >= b for a, b in zip(rising, rising[1:])) or any(rows < 1 for _, rows in found):
+        raise ValueError(
+            f"data.rows_from is {text!r}; steps must rise between 0 and {steps}, rows start at 1"
+        )
+    return found
+
+
+def make_stages(
+    tst: TSTConfig, steps: int, rows: int, positions: int, rows_from: str = ""
+) -> list[Stage]:
     """The run's stages, recovery last; empty ones are left out (rules 13, 14).
 
     Args:
       tst: the method's settings, each in its range.
       steps: N, of the whole run.
       rows, positions: B and L of a recovery step.
+      rows_from: "STEP:ROWS,...": other B from later steps on. Each begins a stage.
     Raises:
       ValueError: the stages do not fit each other or the run, in one line.
     """
@@ -180,6 +232,19 @@ def make_stages(tst: TSTConfig, steps: int, rows: int, positions: int) -> list[S
     end = stages[-1].stop if stages else 0
     if end < steps:
         stages.append(Stage(end, steps, 1, "full", rows, positions))
+    for step, changed in parse_rows_from(rows_from, steps):
+        # Rows of a stage may be a multiple of B, with expand="batch".
+        later = [dataclasses.replace(s, rows=s.rows // rows * changed) for s in stages]
+        stages = [
+            part
+            for stage, other in zip(stages, later)
+            for part in (
+                dataclasses.replace(stage, stop=min(stage.stop, step)),
+                dataclasses.replace(other, start=max(stage.start, step)),
+            )
+            if part.start < part.stop
+        ]
+        rows = changed
     return stages
 
 

@@ -25,6 +25,7 @@ from tst_jax.kernels.dispatch import Kernels
 MODES = ("full", "input", "output")
 OBJECTIVES = ("mce", "mass", "bce", "hinge")
 WEIGHTS = ("uniform", "power", "exponential", "first", "fitted")
+FITTED = (3.63, 1.35, -1.25)  # C0, a, k of DCLM (Appendix D)
 
 
 # --- Rows and bags -----------------------------------------------------------------------------
@@ -123,7 +124,7 @@ def _checked_mask(mask, tokens):
 # --- Output: multi-hot cross-entropy and its variants ------------------------------------------
 
 
-def slot_weights(kind: str, bag_size: int, fitted=(3.63, 1.35, -1.25)) -> np.ndarray:
+def slot_weights(kind: str, bag_size: int, fitted=FITTED) -> np.ndarray:
     """Weights w_1 .. w_s of a target bag's slots, float32 [S], summing to 1 (Appendix D, rule 12).
 
     `uniform`; `power` 1/i; `exponential` e^-i; `first` (slot 1 only); `fitted` C0 + a * i^k, the

@@ -8,7 +8,10 @@ setting; tst_jax/config.py lists them. Several processes train one run with --di
 scripts in launch/ start them.
 """
 
+import contextlib
 import dataclasses
+import functools
+import itertools
 import json
 import math
 import time
@@ -17,12 +20,13 @@ import jax
 import numpy as np
 from etils import epath
 
-from tst_jax import __version__, flops, hosts, metrics, programs, sharding
+from tst_jax import __version__, flops, hosts, metrics, programs, schedule, sharding
 from tst_jax import config as config_lib
 from tst_jax.checkpoint import Checkpoints
 from tst_jax.config import Config, ConfigError
-from tst_jax.data import pipeline
-from tst_jax.data.store import Store, open_store
+from tst_jax.data import corpus, pipeline
+from tst_jax.data.order import Order
+from tst_jax.data.store import SPLITS, Store
 from tst_jax.errors import Preempted, UserError
 from tst_jax.models import hugging_face
 from tst_jax.train_step import TrainState, key_data
@@ -42,16 +46,17 @@ class _Run:
     config: Config
     workdir: epath.Path
     stages: list
-    store: Store
-    tokens: np.ndarray  # of the train split
-    plan: pipeline.RowPlan
+    stores: list[Store]
+    streams: list[pipeline.Stream]  # of their train splits
+    heldout: list[pipeline.Stream]
+    order: Order
     mesh: jax.sharding.Mesh
     shapes: TrainState
     shardings: TrainState
 
-    def batch(self, rows: int, numbers, parts) -> jax.Array:
+    def batch(self, rows: int, numbers, parts) -> tuple[jax.Array, ...]:
         """Of the `rows` rows that all processes have read their parts of."""
-        return sharding.assemble(self.mesh, numbers, parts, rows)
+        return tuple(sharding.assemble(self.mesh, numbers, part, rows) for part in parts)
 
 
 def train(config: Config, workdir, title: str = "train") -> None:
@@ -71,79 +76,107 @@ def train(config: Config, workdir, title: str = "train") -> None:
       Preempted: saved after SIGTERM.
     """
     with hosts.Preemption() as preemption:
-        run = hosts.together(lambda: _check(config, epath.Path(workdir)))
-        hosts.first_alone(lambda: _claim_workdir(config, run.workdir))
-        switches = [stage.start for stage in run.stages if stage.start > 0]
+        run = hosts.together(lambda: _check(config, epath.Path(workdir), title))
+        hosts.first_alone(lambda: _claim_workdir(run.config, run.workdir))
+        switches = [b.start for a, b in itertools.pairwise(run.stages) if _is_switch(a, b)]
         folder = run.workdir / "checkpoints"
         with Checkpoints(folder, config.checkpoint.keep, switches) as checkpoints:
             _train(run, checkpoints, preemption, title)
 
 
-def _check(config, workdir) -> _Run:
+def _is_switch(before, after) -> bool:
+    """Whether two neighbouring stages differ in more than the batch size."""
+    return before.bag_size != after.bag_size
+
+
+def _check(config, workdir, title) -> _Run:
     config_lib.validate(config)
     try:
         workdir.exists()
     except ImportError as error:  # gs://, s3:// need packages that others do without
         raise ConfigError(f"{workdir} cannot be reached: {error}") from None
-    store = open_store(config.data.store)
-    if not 0 <= config.model.vocab_size - store.vocab_size <= MOST_PADDING:
+    say = lambda text: hosts.is_first() and print(f"{title}: {text}", flush=True)
+    part = jax.process_index(), jax.process_count()
+    stores = corpus.open_stores(config.data, part, say)
+    entries = stores[0].vocab_size
+    if not 0 <= config.model.vocab_size - entries <= MOST_PADDING:
         raise ConfigError(
-            f"model.vocab_size is {config.model.vocab_size} and {config.data.store} has "
-            f"{store.vocab_size} entries; set --config.model.vocab_size={store.vocab_size}, or up "
-            f"to {MOST_PADDING} more as padding"
+            f"model.vocab_size is {config.model.vocab_size} and {stores[0].path} has {entries} "
+            f"entries; set --config.model.vocab_size={entries}, or up to {MOST_PADDING} more as "
+            "padding"
         )
-    stages = config_lib.stages(config)
-    tokens = store.tokens("train")
-    plan = pipeline.RowPlan(stages, len(tokens), config.seed, config.data.shuffle)
-    pipeline.eval_batches(  # refuses a held-out split that is too short; the rows are read later
-        store.tokens("heldout"), config.eval.rows, config.data.positions, 1, numbers=[0]
+    stages, names, shares = config_lib.stages(config), corpus.names(stores), config.data.shares()
+    streams, heldout = (
+        [pipeline.open_stream(s, split, config.data.packing, n) for s, n in zip(stores, names)]
+        for split in SPLITS
     )
+    lengths = [stream.length for stream in streams]
+    order = Order(stages, lengths, shares, config.seed, config.data.shuffle, names)
+    tst = corpus.with_fitted(config.tst, stores, order.mixture.shares, say)
+    config = dataclasses.replace(config, tst=tst)
+    config_lib.validate(config)
+    corpus.check_epochs(config.data, order)
+    for stream in heldout:  # refuses one that is too short; the rows are read later
+        pipeline.eval_batches(stream, config.eval.rows, config.data.positions, 1, numbers=[0])
     mesh, shapes, shardings = programs.layout(config)
     if config.init_from and not (workdir / "checkpoints").is_dir():
-        found = hugging_face.check_import(
-            config.init_from, config.model, store.tokenizer().get_vocab(with_added_tokens=True)
-        )
+        tokens = stores[0].vocabulary().tokens()
+        found = hugging_face.check_import(config.init_from, config.model, tokens)
         if found:
             raise ConfigError("\n".join(found))
-    return _Run(config, workdir, stages, store, tokens, plan, mesh, shapes, shardings)
+    return _Run(config, workdir, stages, stores, streams, heldout, order, mesh, shapes, shardings)
 
 
 def _claim_workdir(config, workdir) -> None:
     """A new folder is begun, a run's own taken up if its settings agree, any other refused."""
-    path = workdir / "config.json"
+    path, folder = workdir / "config.json", workdir / "checkpoints"
     if workdir.exists() and not workdir.is_dir():
         raise ConfigError(f"{workdir} is a file; give --workdir a new folder")
     if path.exists():
-        changed = config_lib.differences(json.loads(path.read_text()), dataclasses.asdict(config))
+        old, new = json.loads(path.read_text()), dataclasses.asdict(config)
+        if old["data"]["rows_from"] != new["data"]["rows_from"]:
+            with Checkpoints(folder, read_only=True) as checkpoints:
+                done = checkpoints.last()
+            before = [
+                [pair for pair in schedule.parse_rows_from(text, config.steps) if pair[0] < done]
+                for text in (old["data"]["rows_from"], new["data"]["rows_from"])
+            ]
+            if before[0] == before[1]:  # the batch size of steps that are yet to come may change
+                old["data"]["rows_from"] = new["data"]["rows_from"]
+        changed = config_lib.differences(old, new)
         if changed:
             raise ConfigError(
                 f"{workdir} was started with other settings; give them again, or another workdir\n"
                 + "\n".join(changed)
             )
+        _write_config(path, new)
     elif workdir.exists() and any(workdir.iterdir()):
         raise ConfigError(
             f"{workdir} is not empty and no run of tst_jax; give --workdir a new folder"
         )
     else:
         workdir.mkdir(parents=True, exist_ok=True)
-        partial = workdir / "config.json.partial"
-        partial.write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
-        partial.replace(path)
+        _write_config(path, dataclasses.asdict(config))
+
+
+def _write_config(path, config: dict) -> None:
+    text = json.dumps(config, indent=2) + "\n"
+    if path.exists() and path.read_text() == text:
+        return
+    partial = path.parent / "config.json.partial"
+    partial.write_text(text)
+    partial.replace(path)
 
 
 def _train(run: _Run, checkpoints, preemption, title):
-    config, store, stages, mesh = run.config, run.store, run.stages, run.mesh
+    config, stages, mesh = run.config, run.stages, run.mesh
     saved = checkpoints.steps()
     step = hosts.agreed(saved[-1] if saved else 0)
     last = config.steps if config.stop_after < 0 else config.stop_after
     counters = {"positions": 0, "tokens": 0, "flops": 0, "flops_full_attention": 0}
     if step:
         found = checkpoints.record(step)
-        if found["store"] != store.fingerprint:
-            raise ConfigError(
-                f"{run.workdir} was trained on another store than {config.data.store}; give "
-                "data.store the one it was started with"
-            )
+        corpus.check_same(run.workdir, found["stores"], run.stores, found["vocabulary"])
         counters = found["counters"]
     progress = metrics.Progress(title, step, last, silent=not hosts.is_first())
     if step and step >= last:
@@ -152,8 +185,8 @@ def _train(run: _Run, checkpoints, preemption, title):
         return
     if step:
         progress.say(f"resuming at step {step}")
-    if run.plan.epochs > 1:
-        progress.say(f"the train split is read again: {run.plan.epochs} epochs are begun")
+    for warning in corpus.repeats(run.order):
+        progress.say(warning)
 
     compiled = programs.compile_run(
         config, stages, mesh, run.shapes, run.shardings, step, last, progress.say
@@ -166,21 +199,16 @@ def _train(run: _Run, checkpoints, preemption, title):
             where = (run.shapes.params, run.shardings.params)
             given = [hugging_face.load_into(*where, config.init_from, config.model)]
         state = compiled.init(key_data(config.seed), *given)
-    log = _Log(config, run.workdir, stages, step, counters, progress)
+    log = _Log(run, step, counters, progress)
     record = lambda: {
         "phase": log.stage.phase,
         "bag_size": log.stage.bag_size,
         "counters": dict(log.counters),
-        "store": store.fingerprint,
+        "stores": [store.fingerprint for store in run.stores],
+        "vocabulary": run.stores[0].vocabulary_sha256,
         "version": __version__,
     }
-    bytes_per_token = store.bytes_per_token("heldout")
-    rows = config.eval.rows
-    numbers = sharding.local_rows(mesh, rows)
-    held_out = pipeline.eval_batches(
-        store.tokens("heldout"), rows, config.data.positions, config.eval.tokens, numbers
-    )
-    held_out = [run.batch(rows, numbers, part) for part in held_out]
+    held_out = _held_out(run)
 
     for index, stage in enumerate(stages):
         if stage.stop <= step or stage.start >= last:
@@ -190,22 +218,25 @@ def _train(run: _Run, checkpoints, preemption, title):
         if state is None or (step == stage.start and step > 0):
             state = None  # frees the old one first: there is room for one state (rule 17)
             state = checkpoints.restore(step, run.shapes, run.shardings)
-        if step == stage.start and step > 0:
+        if step == stage.start and step > 0 and _is_switch(stages[index - 1], stage):
             state = compiled.switch(state)
         log.stage = stage
         numbers = sharding.local_rows(mesh, stage.rows)
-        batches = pipeline.batches(run.tokens, run.plan, index, step, numbers)
+        put = functools.partial(run.batch, stage.rows, numbers)
+        ahead = config.data.prefetch
+        batches = pipeline.batches(run.streams, run.order, index, step, numbers, put, ahead)
         end = min(stage.stop, last)
         run_step = compiled.steps[index]
         while step < end:
-            state, step_metrics = run_step(state, run.batch(stage.rows, numbers, next(batches)))
+            with log.waits_for_data():
+                batch = next(batches)
+            state, step_metrics = run_step(state, *batch)
             step += 1
             log.push(step, step_metrics)  # reads the metrics of the step before
             every = config.eval.every
             if (every and step % every == 0) or step in (stage.stop, config.steps):
                 log.flush()
-                loss = _evaluate(compiled.evaluate, state.params, held_out)
-                log.write_eval(step, loss, loss / math.log(2) / bytes_per_token)
+                log.write_eval(step, _evaluate(compiled.evaluate, state.params, held_out))
             stop = preemption.reached(step)
             every = config.checkpoint.every
             if stop or (every and step % every == 0) or step == end:
@@ -215,6 +246,7 @@ def _train(run: _Run, checkpoints, preemption, title):
                     checkpoints.wait()
                 log.restart_clock()
             if stop and step < last:
+                batches.close()
                 log.close()
                 raise Preempted(
                     f"{run.workdir}: told to end, saved at step {step}; the same command goes on"
@@ -222,27 +254,47 @@ def _train(run: _Run, checkpoints, preemption, title):
     log.close()
 
 
-def _evaluate(evaluate, params, batches) -> float:
-    """Next-token loss over held-out rows, nats a token."""
-    results = [evaluate(params, batch) for batch in batches]
-    nats, count = np.asarray(jax.device_get(results), np.float64).sum(0)
-    return float(nats / count)
+def _held_out(run) -> list[list]:
+    """Of each store, batches of its held-out split; together about `eval.tokens`."""
+    config = run.config
+    rows, positions = config.eval.rows, config.data.positions
+    numbers = sharding.local_rows(run.mesh, rows)
+    found = []
+    for stream, share in zip(run.heldout, run.order.mixture.shares):
+        limit = max(1, round(config.eval.tokens * share)) if config.eval.tokens else 0
+        parts = pipeline.eval_batches(stream, rows, positions, limit, numbers)
+        found.append([run.batch(rows, numbers, part) for part in parts])
+    return found
+
+
+def _evaluate(evaluate, params, held_out) -> list[float]:
+    """Next-token loss over each store's held-out rows, nats a token."""
+    results = [[evaluate(params, *batch) for batch in batches] for batches in held_out]
+    sums = [np.asarray(jax.device_get(result), np.float64).sum(0) for result in results]
+    return [float(nats / count) for nats, count in sums]
 
 
 class _Log:
     """Reads metrics one step late, counts, and writes a line every `log_every` steps."""
 
-    def __init__(self, config, workdir, stages, step, counters, progress):
-        self.stage = stages[0]
+    def __init__(self, run, step, counters, progress):
+        self.stage = run.stages[0]
         self.counters = counters
-        self._config, self._progress = config, progress
-        self._writer = metrics.Writer(workdir, step, silent=not hosts.is_first())
+        self._run, self._config, self._progress = run, run.config, progress
+        self._writer = metrics.Writer(run.workdir, step, silent=not hosts.is_first())
         self._pending = None
         self.restart_clock()
 
     def restart_clock(self):
         """Leaves out of `step_seconds` what was no step."""
-        self._since, self._steps = time.perf_counter(), 0
+        self._since, self._steps, self._waited = time.perf_counter(), 0, 0.0
+
+    @contextlib.contextmanager
+    def waits_for_data(self):
+        """Counts the time inside as waiting for data."""
+        began = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - began
 
     def push(self, step, step_metrics):
         """Step `step` has been dispatched; waits for the one before it."""
@@ -266,7 +318,8 @@ class _Log:
             )
         self._steps += 1
         self.counters["positions"] += stage.step_positions
-        self.counters["tokens"] += stage.step_tokens
+        tokens = values.get("valid_tokens", stage.step_tokens)
+        self.counters["tokens"] += tokens
         shape = (self._config.model, stage.rows, stage.positions)
         self.counters["flops"] += flops.step_flops(*shape)
         self.counters["flops_full_attention"] += flops.step_flops(*shape, causal=False)
@@ -285,9 +338,13 @@ class _Log:
             **metrics.of_experts(values),
             **self.counters,
             "step_seconds": seconds,
+            "data_wait_seconds": self._waited / self._steps,
             "positions_per_second": stage.step_positions / seconds,
-            "tokens_per_second": stage.step_tokens / seconds,
+            "tokens_per_second": tokens / seconds,
+            **corpus.progress(self._run.order, self._run.streams, step),
         }
+        if "valid_tokens" in values:
+            line["padding_efficiency"] = tokens / stage.step_tokens
         self._writer.write(line)
         self._progress.update(
             step,
@@ -298,22 +355,22 @@ class _Log:
         )
         self.restart_clock()
 
-    def write_eval(self, step, loss, bits_per_byte):
-        """One line for an evaluation after step `step`."""
+    def write_eval(self, step, losses):
+        """One line for an evaluation after step `step`: its loss on each store's held-out rows."""
+        found = corpus.eval_figures(losses, self._run.stores, self._run.order)
         self._writer.write(
             {
                 "step": step,
                 "phase": self.stage.phase,
                 "bag_size": self.stage.bag_size,
-                "eval_loss": loss,
-                "eval_bits_per_byte": bits_per_byte,
+                **found,
                 **self.counters,
             }
         )
-        self._progress.say(
-            f"step {step}, held-out next-token loss {loss:.4f} nats a token, "
-            f"{bits_per_byte:.4f} bits a byte"
-        )
+        text = f"step {step}, held-out next-token loss {found['eval_loss']:.4f} nats a token"
+        if found["eval_bits_per_byte"] is not None:
+            text += f", {found['eval_bits_per_byte']:.4f} bits a byte"
+        self._progress.say(text)
         self.restart_clock()
 
     def close(self):

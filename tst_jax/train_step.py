@@ -69,50 +69,50 @@ def at_switch(config: Config, state: TrainState) -> TrainState:
 
 
 def make_train_step(config: Config, stage: schedule.Stage, mesh=None):
-    """`train_step(state, tokens_BxT, mask_BxT=None) -> (state, metrics)` for the steps of `stage`.
+    """`train_step(state, tokens_BxT, segments_BxT=None) -> (state, metrics)` for steps of `stage`.
 
-    Pure. `tokens_BxT` is int32; `mask_BxT` is bool, False for a pad, and None means that there is
-    none. `metrics` are float32 scalars: loss (the raw value, rule 11), grad_norm (before clipping)
-    and lr; with experts also router_loss (what balances them, 1 if they are balanced; it is trained
-    on, times model.router_loss, and not part of loss) and expert_load [layers, E], the share of the
-    positions' choices that fell on each. For `bag_size = 1` nothing of TST is in the program (rule
-    16). Without the mesh, the arrays are left to automatic sharding.
+    Pure. `tokens_BxT` is int32. `segments_BxT` is int32 too: in each row 0 for a pad, else a number
+    for each document, all tokens of a bag having one; positions see, predict and count from 0 on in
+    their own document only (rule 20). None: a row is one document. `metrics` are float32 scalars:
+    loss (the raw value, rule 11), grad_norm (before clipping) and lr; with segments also
+    valid_tokens, int32, that were read; with experts also router_loss (what balances them, 1 if
+    they are balanced; it is trained on, times model.router_loss, and not part of loss) and
+    expert_load [layers, E], the share of the positions' choices that fell on each. For
+    `bag_size = 1` nothing of TST is in the program (rule 16). Without the mesh, the arrays are left
+    to automatic sharding.
     """
     kernels = sharding.kernels_on(mesh, config.kernels)
     of_targets = {}
     if stage.bag_size > 1:
         width = 1 if stage.mode == "input" else stage.bag_size
-        of_targets["weights_S"] = superposition.slot_weights(config.tst.weights, width)
+        of_targets["weights_S"] = superposition.slot_weights(
+            config.tst.weights, width, config.tst.fitted_constants()
+        )
         of_targets["objective"] = config.tst.objective
 
-    def split(tokens_BxT, mask_BxT):
-        cut = lambda x: superposition.split_rows(x, stage.bag_size, stage.mode)
-        return *cut(tokens_BxT), *((None, None) if mask_BxT is None else cut(mask_BxT))
-
-    def count(tokens_BxT, mask_BxT):
+    def count(batch):
         """What the sums of a whole step are divided by (rule 8): targets, and valid positions."""
-        _, targets, read, asked = split(tokens_BxT, mask_BxT)
-        positions = stage.step_positions if read is None else read.any(-1).sum()
+        _, targets, documents = cut_rows(*batch, stage.bag_size, stage.mode)
+        positions = stage.step_positions if documents is None else documents.read.any(-1).sum()
+        asked = None if documents is None else documents.asked
         return superposition.count_targets(targets, asked, **of_targets), positions
 
     def loss_share(params, batch, totals):
         """What some rows add to the loss of their step, and to its metrics."""
-        inputs, targets, read, asked = split(*batch)
+        inputs, targets, documents = cut_rows(*batch, stage.bag_size, stage.mode)
         weight, positions = totals
-        hidden = params.embed(inputs, read, kernels=kernels)
-        valid = None if read is None else read.any(-1)
-        hidden, _, routing = params.body_and_routing(hidden, mask_BxL=valid, mesh=mesh)
         options = dict(chunk=config.loss_chunk, kernels=kernels, **of_targets)
-        loss = superposition.bag_loss(hidden, params.head, targets, asked, **options)[0] / weight
+        loss_sum, routing = _loss_sum(params, inputs, targets, documents, mesh, **options)
+        loss = loss_sum / weight
         if routing is None:
             return loss, {"loss": loss}
         router_loss = routing.balance.mean() / positions
         metrics = {"loss": loss, "router_loss": router_loss, "expert_load": routing.load_E}
         return loss + config.model.router_loss * router_loss, metrics
 
-    def train_step(state: TrainState, tokens_BxT, mask_BxT=None):
-        batch = tokens_BxT, mask_BxT
-        share = functools.partial(loss_share, totals=count(*batch))
+    def train_step(state: TrainState, tokens_BxT, segments_BxT=None):
+        batch = tokens_BxT, segments_BxT
+        share = functools.partial(loss_share, totals=count(batch))
         grads, metrics = _add_up(share, state.params, batch, config.micro_batches, mesh)
         if "expert_load" in metrics:
             metrics["expert_load"] /= metrics["expert_load"].sum(-1, keepdims=True)
@@ -121,9 +121,49 @@ def make_train_step(config: Config, stage: schedule.Stage, mesh=None):
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics |= {"grad_norm": optax.global_norm(grads), "lr": lr}
+        if segments_BxT is not None:
+            documents = cut_rows(*batch, stage.bag_size, stage.mode)[-1]
+            metrics["valid_tokens"] = documents.read.sum()
         return TrainState(params, opt_state, state.step + 1, state.rng), metrics
 
     return train_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Documents:
+    """Where documents lie in rows that hold several (rule 20)."""
+
+    read: jax.Array  # bool [B, L, S]: an input token that is no pad
+    asked: jax.Array  # bool [B, L, S]: a target in the document of its position
+    segments: jax.Array  # int32 [B, L]: of the positions
+    positions: jax.Array  # int32 [B, L]: from 0 on in each document
+
+
+def cut_rows(tokens_BxT, segments_BxT, bag_size: int, mode: str = "full"):
+    """(inputs [B, L, S], targets [B, L, S], Documents or None) of rows, see `split_rows`."""
+    inputs, targets = superposition.split_rows(tokens_BxT, bag_size, mode)
+    if segments_BxT is None:
+        return inputs, targets, None
+    of_inputs, of_targets = superposition.split_rows(segments_BxT, bag_size, mode)
+    segments = of_inputs.max(-1)  # pads stand at the end of a document's last bag
+    asked = (of_targets == segments[..., None]) & (of_targets > 0)
+    index = jnp.arange(segments.shape[1])
+    begins = jnp.diff(segments, axis=1, prepend=-1) != 0
+    positions = index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
+    return inputs, targets, Documents(of_inputs > 0, asked, segments, positions)
+
+
+def _loss_sum(params, inputs, targets, documents, mesh, *, kernels, **options):
+    """(sum of the losses of some rows, how their experts were chosen)."""
+    read, asked, rows = None, None, {}
+    if documents is not None:
+        read, asked = documents.read, documents.asked
+        rows = dict(segments_BxL=documents.segments, positions_BxL=documents.positions)
+        rows["mask_BxL"] = read.any(-1)
+    hidden = params.embed(inputs, read, kernels=kernels)
+    hidden, _, routing = params.body_and_routing(hidden, mesh=mesh, **rows)
+    loss = superposition.bag_loss(hidden, params.head, targets, asked, kernels=kernels, **options)
+    return loss[0], routing
 
 
 def _add_up(share, params, batch, parts: int, mesh):
@@ -151,14 +191,14 @@ def _add_up(share, params, batch, parts: int, mesh):
 
 
 def make_eval_step(config: Config, mesh=None):
-    """`eval_step(params, tokens_BxT) -> (nats, tokens)`: the next-token loss of rows (rule 11)."""
-    kernels = sharding.kernels_on(mesh, config.kernels)
+    """`eval_step(params, tokens_BxT, segments_BxT=None) -> (nats, tokens)`: the next-token loss of
+    rows (rule 11)."""
+    options = dict(chunk=config.loss_chunk, kernels=sharding.kernels_on(mesh, config.kernels))
 
-    def eval_step(params: Transformer, tokens_BxT):
-        inputs, targets = superposition.split_rows(tokens_BxT, 1)
-        hidden = params.body(params.embed(inputs, kernels=kernels), mesh=mesh)
-        return superposition.bag_loss(
-            hidden, params.head, targets, chunk=config.loss_chunk, kernels=kernels
-        )
+    def eval_step(params: Transformer, tokens_BxT, segments_BxT=None):
+        inputs, targets, documents = cut_rows(tokens_BxT, segments_BxT, 1)
+        nats, _ = _loss_sum(params, inputs, targets, documents, mesh, **options)
+        asked = None if documents is None else documents.asked
+        return nats, superposition.count_targets(targets, asked)
 
     return eval_step

@@ -1,142 +1,131 @@
-"""Rows of tokens for each step, as a pure function of (seed, step) (rules 1 to 3).
+"""Stores in, batches of rows out: a Grain pipeline whose element k is the batch of step k.
 
-No iterator state crosses the switch or a restart: which tokens row k of a stage holds is computed
-from the plan of the stages, the seed and k. An epoch's rows are a permutation of the store's
-blocks; where a stage ends inside an epoch, the next one goes on with the blocks that are left, cut
-into its own shorter rows and shuffled among themselves.
+`order.py` says which rows a step reads and `packing.py` what a row holds; both are functions of the
+step. So any number of processes read one and the same global batch, and a run that goes on, with
+more or fewer of them, needs nothing but the number of its step.
 """
 
 import dataclasses
-import itertools
+import functools
 
 import grain
 import numpy as np
 
-from tst_jax.errors import UserError
-from tst_jax.schedule import Stage
+from tst_jax.data.order import DataError, Order
+from tst_jax.data.packing import PaddedStream
+from tst_jax.data.store import Store
+
+Batch = tuple[np.ndarray, ...]  # (tokens,), or (tokens, segments) where documents are packed
 
 
-class DataError(UserError):
-    """The store does not hold what the run wants to read."""
+class Stream:
+    """A split of one store as rows are cut from it.
+
+    Args:
+      tokens: ids, sliceable.
+      documents: offsets of each shard's documents, for `packing="document"` only.
+      vocab_size: ids lie below it.
+      name: for messages.
+    """
+
+    def __init__(self, tokens, documents=None, vocab_size: int = 1 << 31, name: str = "the store"):
+        self.tokens, self.vocab_size, self.name = tokens, vocab_size, name
+        self._documents = documents
+        # One stream for each alignment that the run's stages ask for; not more than a few.
+        self._padded = functools.lru_cache(lambda align: PaddedStream(tokens, documents, align))
+
+    def length(self, align: int) -> int:
+        """Places of the stream in which documents are padded to multiples of `align`."""
+        return len(self.tokens if self._documents is None else self._padded(align))
+
+    def read(self, place: int, count: int, align: int) -> Batch:
+        """What stands at `count` places, in the fields of a batch."""
+        if self._documents is None:
+            return (self.tokens[place : place + count],)
+        return self._padded(align).read(place, count)
+
+
+def open_stream(store: Store, split: str, packing: str, name: str) -> Stream:
+    """The split of a store, packed as a run wants it."""
+    documents = store.documents(split) if packing == "document" else None
+    return Stream(store.tokens(split), documents, store.vocab_size, name)
 
 
 @dataclasses.dataclass(frozen=True)
-class Segment:
-    """Rows with one shuffle: whole blocks of a parent segment from `first` on, cut into `cut` rows.
+class StageBatches:
+    """Random access to the batches of a stage: element i is that of its i-th step.
 
-    The root segment of an epoch has no parent: its row k starts at token k * stride.
+    Only the rows `numbers` of each batch: those of one process.
     """
 
-    rows: int
-    stride: int  # tokens from the start of a row to the start of the next
-    seed: int  # of the permutation; -1: in order
-    parent: "Segment | None" = None
-    first: int = 0  # of the parent's rows
-    cut: int = 1
-
-    def start(self, k: int) -> int:
-        """The token at which row k begins."""
-        if self.seed >= 0:
-            k = grain.experimental.index_shuffle(
-                k, max_index=self.rows - 1, seed=self.seed, rounds=4
-            )
-        if self.parent is None:
-            return k * self.stride
-        return self.parent.start(self.first + k // self.cut) + k % self.cut * self.stride
-
-
-class RowPlan:
-    """Where each row of each stage begins in a stream of `tokens` tokens.
-
-    Args:
-      stages: of the run; the strides of later ones divide those of earlier ones.
-      tokens: length of the store's split.
-      seed: of the order of the rows.
-      shuffle: False keeps the order of the store.
-    Raises:
-      DataError: the split is shorter than one row.
-    """
-
-    def __init__(self, stages: list[Stage], tokens: int, seed: int, shuffle: bool = True):
-        self.stages, self.tokens, self.seed, self.shuffle = stages, tokens, seed, shuffle
-        for stage in stages:
-            if tokens < stage.row_tokens:
-                raise DataError(
-                    f"the train split has {tokens} tokens and a {stage.phase} row needs "
-                    f"{stage.row_tokens}; lower data.positions or tst.bag_size, or prepare more"
-                )
-        self._segments: list[list[Segment]] = []  # of each stage, in order
-        current, used, epoch = None, 0, 0
-        for number, stage in enumerate(stages):
-            segments = []
-            if current is not None and used < current.rows:
-                cut = current.stride // stage.row_stride
-                rows = (current.rows - used) * cut
-                seed = self._seed(epoch - 1, number)
-                segments.append(Segment(rows, stage.row_stride, seed, current, used, cut))
-            needed = (stage.stop - stage.start) * stage.rows
-            while sum(segment.rows for segment in segments) < needed:
-                # One more bag after the last row's own bags: its target.
-                rows = (tokens - (stage.row_tokens - stage.row_stride)) // stage.row_stride
-                segments.append(Segment(rows, stage.row_stride, self._seed(epoch, number)))
-                epoch += 1
-            self._segments.append(segments)
-            ends = list(itertools.accumulate(segment.rows for segment in segments))
-            current = segments[-1]
-            used = current.rows - (ends[-1] - needed)
-        self.epochs = epoch  # begun by the whole run
-
-    def _seed(self, epoch: int, stage: int) -> int:
-        if not self.shuffle:
-            return -1
-        return int(np.random.SeedSequence((self.seed, epoch, stage)).generate_state(1)[0])
-
-    def start(self, stage_index: int, k: int) -> int:
-        """The token at which row k of a stage begins; k counts over all steps of the stage."""
-        for segment in self._segments[stage_index]:
-            if k < segment.rows:
-                return segment.start(k)
-            k -= segment.rows
-        raise IndexError(f"row {k} lies after the end of stage {stage_index}")
-
-
-class StageRows:
-    """Random access to the rows of a stage that one process reads: `rows[j]` is int32 [T]."""
-
-    def __init__(self, tokens, plan: RowPlan, stage_index: int, numbers):
-        self._tokens, self._plan, self._index = tokens, plan, stage_index
-        self._stage, self._numbers = plan.stages[stage_index], numbers
+    streams: list[Stream]
+    order: Order
+    stage_index: int
+    numbers: np.ndarray
 
     def __len__(self):
-        return (self._stage.stop - self._stage.start) * len(self._numbers)
+        stage = self.order.stages[self.stage_index]
+        return stage.stop - stage.start
 
-    def __getitem__(self, j):
-        step, row = divmod(j, len(self._numbers))
-        k = step * self._stage.rows + int(self._numbers[row])
-        start = self._plan.start(self._index, k)
-        return np.asarray(self._tokens[start : start + self._stage.row_tokens], np.int32)
+    def __getitem__(self, i) -> Batch:
+        stage = self.order.stages[self.stage_index]
+        places = [
+            self.order.place(self.stage_index, i * stage.rows + row)
+            for row in self.numbers.tolist()
+        ]
+        return _rows(self.streams, places, stage.row_tokens)
 
 
-def batches(tokens, plan: RowPlan, stage_index: int, step: int, numbers=None):
-    """Iterator of this process' part of each step's batch, int32 [K, T], from `step` on.
+def _rows(streams: list[Stream], places, count: int) -> Batch:
+    """Rows of `count` places from (stream, place, align), each field int32 [K, count].
+
+    Raises:
+      DataError: an id outside the vocabulary; a gather would clamp it.
+    """
+    batch: list = []
+    for k, (number, place, align) in enumerate(places):
+        for field, values in enumerate(streams[number].read(place, count, align)):
+            if k == 0:
+                batch.append(np.empty((len(places), count), np.int32))
+            batch[field][k] = values
+    limits = np.array([streams[number].vocab_size for number, _, _ in places])
+    if batch[0].max() >= limits.min():
+        for ids, (number, place, _), limit in zip(batch[0], places, limits):
+            if ids.max() >= limit:
+                raise DataError(
+                    f"{streams[number].name}: holds id {ids.max()} near token {place}, the largest "
+                    f"is {limit - 1}; the store changed since it was opened: prepare it again"
+                )
+    return tuple(batch)
+
+
+def batches(streams, order: Order, stage_index: int, step: int, numbers=None, put=None, ahead=0):
+    """Iterator of this process' part of each step's batch, from `step` to the end of the stage.
 
     Args:
-      tokens: the split's ids [tokens], any integer dtype, memory-mapped or not.
-      plan: of the whole run.
-      stage_index: which stage; ends with it.
+      streams: of the run's stores.
+      order: of the whole run.
+      stage_index: which stage.
       step: of the run, inside the stage.
       numbers: the K rows of a batch to read, see `sharding.local_rows`; None: all of them.
+      put: called with each batch, where it is read: lays it on the devices.
+      ahead: batches that a thread reads and puts before they are asked for.
+    Returns:
+      a Grain iterator; an element is `put(batch)`, of the fields of `Batch` int32 [K, T].
     """
-    stage = plan.stages[stage_index]
-    numbers = np.arange(stage.rows) if numbers is None else numbers
-    rows = StageRows(tokens, plan, stage_index, numbers)
-    dataset = grain.MapDataset.source(rows).batch(len(numbers))[step - stage.start :]
-    # Rows are slices of a memory map: buffers and threads (default: 500 and 16) would only cost.
-    return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
+    stage = order.stages[stage_index]
+    numbers = np.arange(stage.rows) if numbers is None else np.asarray(numbers)
+    source = StageBatches(streams, order, stage_index, numbers)
+    dataset = grain.MapDataset.source(source)[step - stage.start :]
+    if put is not None:
+        dataset = dataset.map(put)
+    # Rows are slices of a memory map, so one thread is enough; the defaults (16, 500) only cost.
+    options = grain.ReadOptions(num_threads=1 if ahead else 0, prefetch_buffer_size=ahead)
+    return iter(dataset.to_iter_dataset(options))
 
 
-def eval_batches(tokens, rows: int, positions: int, limit: int, numbers=None):
-    """Next-token rows spread evenly over a held-out split: a list of int32 [K, positions + 1].
+def eval_batches(stream: Stream, rows: int, positions: int, limit: int, numbers=None):
+    """Next-token rows spread evenly over a held-out split: a list of batches of positions + 1.
 
     Whole batches of `rows` rows only, so that one compiled program serves; about `limit` tokens
     (0: all). Of each, the rows `numbers` are read (None: all).
@@ -145,15 +134,15 @@ def eval_batches(tokens, rows: int, positions: int, limit: int, numbers=None):
       DataError: the split is shorter than one batch.
     """
     batch = rows * positions
-    available = (len(tokens) - 1) // batch
+    length = stream.length(1)
+    available = (length - 1) // batch
     if not available:
         raise DataError(
-            f"the heldout split has {len(tokens)} tokens and one evaluation batch needs "
-            f"{batch + 1}; lower eval.rows or data.positions, or hold out more"
+            f"the heldout split of {stream.name} has {length} tokens and one evaluation batch "
+            f"needs {batch + 1}; lower eval.rows or data.positions, or hold out more"
         )
     count = min(available, max(1, limit // batch)) if limit else available
-    spacing = (len(tokens) - 1) // (count * rows)
-    starts = np.arange(count * rows).reshape(count, rows, 1) * spacing
-    if numbers is not None:
-        starts = starts[:, numbers]
-    return [np.asarray(tokens[part + np.arange(positions + 1)], np.int32) for part in starts]
+    spacing = (length - 1) // (count * rows)
+    numbers = range(rows) if numbers is None else numbers
+    starts = [[(part * rows + int(k)) * spacing for k in numbers] for part in range(count)]
+    return [_rows([stream], [(0, at, 1) for at in part], positions + 1) for part in starts]

@@ -2,46 +2,87 @@
 
 Layout of a store folder:
 
-    manifest.json           what the folder holds, with the size and sha256 of every file below
-    tokenizer.json          the tokenizer that made the ids (`tokenizers` format)
-    train.tokens.bin        raw little-endian ids, document after document, no header
-    train.documents.npy     int64 offsets [documents + 1]: document i is tokens[o[i]:o[i + 1]]
-    heldout.tokens.bin, heldout.documents.npy     the same for the held-out split
+    manifest.json                 what the folder holds, with size and sha256 of every file below
+    tokenizer.json                what made the ids; the name depends on its kind (vocabulary.py)
+    train-00000.tokens.bin        a shard: little-endian ids, document after document, no header
+    train-00000.documents.npy     int64 offsets [documents + 1]: document i is ids[o[i]:o[i + 1]]
+    train-00001...., heldout-00000....     more shards; the held-out split
 
-A separator id ends every document and belongs to it, so the last offset is the number of tokens.
-Ids are uint16 where the vocabulary allows it (half the disk and page cache), else uint32.
+A separator id ends every document and belongs to it. Ids are uint16 where the vocabulary allows it
+(half the disk and page cache), else uint32. The shards of a split, in order, are one stream.
 """
 
+import bisect
+import concurrent.futures
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
-import re
-import shutil
-import socket
-import time
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
 
+from tst_jax.data.settings import VERIFY
+from tst_jax.data.vocabulary import Vocabulary
 from tst_jax.errors import UserError
 
-FORMAT = "tst_jax.store/1"
+FORMAT = "tst_jax.store/2"
 SPLITS = ("train", "heldout")
 MANIFEST = "manifest.json"
-TOKENIZER = "tokenizer.json"
+TOKENS, DOCUMENTS = ".tokens.bin", ".documents.npy"
 
-_CHUNK = 1 << 24  # bytes hashed, or ids checked, at a time: memory stays flat on large stores
-_FILES = (TOKENIZER, *(f"{s}.{end}" for s in SPLITS for end in ("tokens.bin", "documents.npy")))
-_ABANDONED_SECONDS = 7 * 24 * 3600
+_CHUNK = 1 << 22  # bytes hashed, and ids checked, at a time by each thread: memory stays flat
+_THREADS = 16
 _ELSEWHERE = "give the folder of a tst_jax store, or prepare one in another folder"
 
 
 class StoreError(UserError):
     """A store that is missing, damaged or not writable; the message names the file."""
+
+
+class Shards:
+    """Random access to the ids of a split as one stream: `tokens[a:b]` in the stored dtype.
+
+    Memory-mapped, each shard from its first use on. A slice across shards is a copy.
+    """
+
+    def __init__(self, files: list[Path], sizes: list[int], dtype: np.dtype):
+        self.dtype, self._files = dtype, files
+        self._maps: list = [None] * len(files)
+        self._starts = [0, *itertools.accumulate(sizes)]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        start, stop, step = part.indices(len(self))
+        if step != 1:
+            raise ValueError(f"a step of {step}; give a slice [start:stop]")
+        pieces = []
+        shard = bisect.bisect_right(self._starts, start) - 1
+        while start < stop:
+            first, end = self._starts[shard], min(stop, self._starts[shard + 1])
+            pieces.append(self._shard(shard)[start - first : end - first])
+            start, shard = end, shard + 1
+        if len(pieces) == 1:
+            return pieces[0]
+        return np.concatenate(pieces) if pieces else np.empty(0, self.dtype)
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self[:], dtype)
+
+    def _shard(self, number):
+        if self._maps[number] is None:
+            # Again, for a file that was cut since the store was opened would give short slices.
+            file, size = self._files[number], self._starts[number + 1] - self._starts[number]
+            _check_size(file, {"bytes": size * self.dtype.itemsize})
+            # As an ndarray: slices of np.memmap itself cost a Python call each.
+            found = np.memmap(file, dtype=self.dtype, mode="r")
+            self._maps[number] = found.view(np.ndarray)
+        return self._maps[number]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,202 +98,100 @@ class Store:
 
     @property
     def separator_id(self) -> int:
-        return self.manifest["separator_id"]
+        return self.manifest["special"]["separator"]
+
+    @property
+    def beginning(self) -> list[int]:
+        """Ids in front of a text that begins a document: the separator before it, and BOS."""
+        bos = self.manifest["special"]["bos"]
+        return [self.separator_id] if bos is None else [self.separator_id, bos]
 
     @property
     def fingerprint(self) -> str:
-        """sha256 (hex) of the files and the vocabulary size: equal only for the same data."""
-        return _sha256_of_json({key: self.manifest[key] for key in ("files", "vocab_size")})
+        """sha256 (hex) of the files and the vocabulary: equal only for the same data."""
+        return sha256_of_json({key: self.manifest[key] for key in ("files", "vocabulary")})
 
-    def tokens(self, split: str) -> np.memmap:
-        """All ids of a split, a read-only map [tokens] in the stored dtype (uint16 or uint32)."""
-        file = self.path / f"{self._known(split)}.tokens.bin"
-        return np.memmap(file, dtype=_stored_dtype(self.vocab_size), mode="r")
+    @property
+    def vocabulary_sha256(self) -> str:
+        return self.manifest["vocabulary"]["sha256"]
 
-    def documents(self, split: str) -> np.ndarray:
-        """Offsets of a split's documents, int64 [documents + 1], from 0 to the number of tokens."""
-        return np.load(self.path / f"{self._known(split)}.documents.npy", allow_pickle=False)
+    def tokens(self, split: str) -> Shards:
+        """All ids of a split, uint16 or uint32."""
+        shards = self._shards(split)
+        files = [self.path / (shard["name"] + TOKENS) for shard in shards]
+        return Shards(files, [shard["tokens"] for shard in shards], stored_dtype(self.vocab_size))
 
-    def bytes_per_token(self, split: str) -> float:
+    def documents(self, split: str) -> list[np.ndarray]:
+        """Offsets of the documents of each shard, int64 [documents + 1], memory-mapped.
+
+        They count from the shard's first token to its last.
+        """
+        files = [self.path / (shard["name"] + DOCUMENTS) for shard in self._shards(split)]
+        return [np.load(file, mmap_mode="r", allow_pickle=False) for file in files]
+
+    def count(self, split: str, what: str) -> int | None:
+        """`tokens`, `documents` or `text_bytes` of a split; bytes are None where nobody knows."""
+        figures = [shard[what] for shard in self._shards(split)]
+        return None if None in figures else sum(figures)
+
+    def bytes_per_token(self, split: str) -> float | None:
         """UTF-8 bytes of text per token; separators count as tokens and as zero bytes.
 
-        A mean loss of x nats per token is x / (ln 2 * bytes_per_token) bits per byte.
+        A mean loss of x nats per token is x / (ln 2 * bytes_per_token) bits per byte. None for a
+        store of ready-made ids without their tokenizer.
         """
-        figures = self.manifest["splits"][self._known(split)]
-        return figures["text_bytes"] / figures["tokens"]
+        size = self.count(split, "text_bytes")
+        return None if size is None else size / self.count(split, "tokens")
 
-    def tokenizer(self) -> Tokenizer:
-        return Tokenizer.from_file(str(self.path / TOKENIZER))
+    def vocabulary(self) -> Vocabulary:
+        described = self.manifest["vocabulary"]
+        return Vocabulary(described["kind"], (self.path / described["file"]).read_bytes())
 
-    def _known(self, split: str) -> str:
+    def _shards(self, split):
         if split not in SPLITS:
             raise StoreError(f"{self.path}: no split {split!r}; a store has {' and '.join(SPLITS)}")
-        return split
+        return self.manifest["shards"][split]
 
 
-def tokenizer_vocab_size(tokenizer: Tokenizer) -> int:
-    """Rows an embedding needs: the largest id + 1 (a tokenizer's ids may have gaps)."""
-    return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
-
-
-def sha256_of_file(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-# ---- writing
-
-
-def write_store(
+def open_store(
     path: str | os.PathLike,
-    *,
-    tokenizer: Tokenizer,
-    train: Iterable[tuple[Any, int]],
-    heldout: Iterable[tuple[Any, int]],
-    separator_id: int,
-    provenance: dict[str, Any],
+    verify: str = "all",
+    part: tuple[int, int] = (0, 1),
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Store:
-    """Writes a store as a stream and puts it in place by one rename.
+    """Opens a store after checking it: every file's size and sha256, and every id.
+
+    Ids are checked because a gather would clamp a wrong one silently.
 
     Args:
-      path: the folder to make; it may exist if it is empty. Missing parents are made.
-      tokenizer: saved beside the ids; its size becomes the store's `vocab_size`.
-      train, heldout: documents as (ids, text_bytes): integer ids [n] without the separator, and
-        the UTF-8 bytes of their text. Read once, `train` first; only offsets stay in memory.
-      separator_id: written after every document.
-      provenance: where the text came from; any JSON object.
-
-    Raises StoreError for a folder that is not empty, an id outside the vocabulary, a document that
-    holds the separator, and a split without documents. Nothing is then left under `path`, nor
-    after a kill: files are written in a sibling folder that the next write to `path` removes.
+      path: the folder.
+      verify: `all`: this process reads all of it once. `shared`: shards number i, i + n, ... of
+        `part` = (i, n), the rest being checked by the other processes that see the same folder.
+        `sizes`: no shard is read, but its size compared; for a store that was verified before.
+      part: see `shared`.
+      progress: called with bytes that are checked and bytes to check.
+    Raises:
+      StoreError: in one line with the file's name, for anything missing, changed or inconsistent.
     """
     path = Path(path).absolute()
-    check_writable(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(path)
-    partial = path.with_name(f".{path.name}.partial-{socket.gethostname()}-{os.getpid()}")
-    partial.mkdir()
-    try:
-        vocab_size, kind = tokenizer_vocab_size(tokenizer), type(tokenizer.model).__name__
-        tokenizer.save(str(partial / TOKENIZER))
-        splits = {
-            split: _write_split(partial, split, documents, vocab_size, separator_id)
-            for split, documents in zip(SPLITS, (train, heldout))
-        }
-        files = {
-            name: {"bytes": file.stat().st_size, "sha256": sha256_of_file(file)}
-            for name in _FILES
-            for file in [partial / name]
-        }
-        manifest = {
-            "format": FORMAT,
-            "vocab_size": vocab_size,
-            "dtype": _stored_dtype(vocab_size).name,
-            "separator_id": int(separator_id),
-            "tokenizer": {"kind": kind, "sha256": files[TOKENIZER]["sha256"]},
-            "splits": splits,
-            "files": files,
-            "provenance": provenance,
-        }
-        manifest["sha256"] = _sha256_of_json(manifest)
-        (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-        # Verified before it has its name: whoever finds `path` finds a store that opens.
-        manifest = open_store(partial).manifest
-        os.rename(partial, path)  # replaces an empty folder, fails on one filled meanwhile
-    except BaseException:  # also Ctrl-C: half a store is of no use to anyone
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return Store(path, manifest)
-
-
-def check_writable(path: Path) -> None:
-    """Raises StoreError unless `path` is free: missing, or an empty folder."""
-    if os.path.lexists(path) and not path.is_dir():
-        raise StoreError(f"{path}: is a file; a store needs a folder: choose another path")
-    if path.is_dir() and any(path.iterdir()):
-        raise StoreError(
-            f"{path}: the folder is not empty, and a store is never written over other files: "
-            "choose another path or empty it"
-        )
-
-
-def _write_split(folder, split, documents, vocab_size, separator_id) -> dict[str, int]:
-    dtype = _stored_dtype(vocab_size)
-    offsets, text_bytes = [0], 0
-    with open(folder / f"{split}.tokens.bin", "wb") as file:
-        for number, (ids, size) in enumerate(documents):
-            ids = np.append(np.asarray(ids, np.int64), separator_id)
-            if ids.min() < 0 or ids.max() >= vocab_size:
-                raise StoreError(
-                    f"{split} document {number}: ids span {ids.min()}..{ids.max()}, the tokenizer "
-                    f"has 0..{vocab_size - 1}: encode with the tokenizer that is stored"
-                )
-            if np.count_nonzero(ids == separator_id) != 1:
-                raise StoreError(
-                    f"{split} document {number}: holds the separator id {separator_id} inside its "
-                    "text: mark the separator as special in the tokenizer, and encode its "
-                    "spelling as plain text"
-                )
-            file.write(ids.astype(dtype).tobytes())
-            offsets.append(offsets[-1] + ids.size)
-            text_bytes += int(size)
-    if len(offsets) == 1:
-        raise StoreError(f"split {split} has no documents: give at least one to each split")
-    np.save(folder / f"{split}.documents.npy", np.asarray(offsets, np.int64))
-    return {"tokens": offsets[-1], "documents": len(offsets) - 1, "text_bytes": text_bytes}
-
-
-def _remove_abandoned(path: Path) -> None:
-    """Removes what killed writes of `path` left, and nothing that a live one may still write."""
-    pattern = re.compile(re.escape(f".{path.name}.partial-") + r"(.+)-(\d+)")
-    for folder in path.parent.glob(".*.partial-*"):
-        if match := pattern.fullmatch(folder.name):
-            # Another machine's process cannot be asked; its folder counts as abandoned by age.
-            old = time.time() - folder.stat().st_mtime > _ABANDONED_SECONDS
-            if old or match[1] == socket.gethostname() and not _is_running(int(match[2])):
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_running(process: int) -> bool:
-    if process == os.getpid():
-        return False  # this one has only begun: an earlier process had the same number
-    if os.name == "nt":
-        return True  # os.kill(_, 0) is not a question there
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True  # another user's
-    return True
-
-
-# ---- opening
-
-
-def open_store(path: str | os.PathLike) -> Store:
-    """Opens a store after checking all of it: every file's size and sha256, and every id.
-
-    Reads the whole store once. Raises StoreError, with the file's name, for anything missing,
-    changed or inconsistent; ids are checked because a gather would clamp a wrong one silently.
-    """
-    path = Path(path).absolute()
+    if verify not in VERIFY:
+        raise StoreError(f"verify is {verify!r}; choose one of {', '.join(VERIFY)}")
     if not path.is_dir():
         raise StoreError(
-            f"{path}: no such folder; make a store with "
-            f"`python -m tst_jax.prepare --source=stdlib --out={path}`"
+            f"{path}: no such folder; make a store with `python -m tst_jax.prepare --out={path}` "
+            "and a --source (--help lists them; stdlib needs no download)"
         )
     try:
         manifest = _read_manifest(path / MANIFEST)
-        for name in _FILES:
-            _check_file(path / name, manifest["files"][name])
-        _check_tokenizer(path / TOKENIZER, manifest)
         store = Store(path, manifest)
-        for split in SPLITS:
-            _check_split(store, split)
+        for name, signed in manifest["files"].items():
+            _check_size(path / name, signed)
+        _check_vocabulary(store)
+        numbered = [(split, shard) for split in SPLITS for shard in manifest["shards"][split]]
+        if verify == "shared":
+            numbered = numbered[part[0] :: part[1]]
+        if verify != "sizes":
+            _check_shards(store, numbered, progress)
     except OSError as error:
         raise StoreError(f"{error.filename or path}: cannot be read ({error.strerror})") from error
     return store
@@ -270,82 +209,128 @@ def _read_manifest(file: Path) -> dict[str, Any]:
         raise StoreError(f"{file}: format is {found!r}, wanted {FORMAT!r}; {_ELSEWHERE}")
     # The digest also covers what no file repeats, such as text_bytes behind bits per byte.
     body = {key: value for key, value in manifest.items() if key != "sha256"}
-    if manifest.get("sha256") != _sha256_of_json(body):
+    if manifest.get("sha256") != sha256_of_json(body):
         raise _damaged(file, "changed since it was written (sha256 differs)")
     try:
-        vocab_size, separator_id = manifest["vocab_size"], manifest["separator_id"]
-        counts = ("tokens", "documents", "text_bytes")
-        figures = [manifest["splits"][split][key] for split in SPLITS for key in counts]
-        sizes = [manifest["files"][name]["bytes"] for name in _FILES]
-        valid = (
-            all(type(value) is int for value in (vocab_size, separator_id, *figures, *sizes))
-            and 0 <= separator_id < vocab_size
-            and manifest["dtype"] == _stored_dtype(vocab_size).name
-            and manifest["tokenizer"]["sha256"] == manifest["files"][TOKENIZER]["sha256"]
-            and isinstance(manifest["provenance"], dict)
-        )
-    except (KeyError, TypeError) as error:
+        problem = _contradiction(manifest)
+    except (KeyError, TypeError, AttributeError) as error:
         raise _damaged(file, f"lacks an entry of {FORMAT} ({error})") from error
-    if not valid:
-        raise _damaged(file, "has entries that contradict each other")
+    if problem:
+        raise _damaged(file, f"has entries that contradict each other ({problem})")
     return manifest
 
 
-def _check_file(file: Path, signed: dict[str, Any]) -> None:
+def _contradiction(manifest) -> str | None:
+    """What in a manifest cannot be; also raises KeyError or TypeError for what is absent."""
+    size, special, files = manifest["vocab_size"], manifest["special"], manifest["files"]
+    wanted = {manifest["vocabulary"]["file"]}
+    for split in SPLITS:
+        if not manifest["shards"][split]:
+            return f"{split} has no shard"
+        for shard in manifest["shards"][split]:
+            wanted |= {shard["name"] + TOKENS, shard["name"] + DOCUMENTS}
+            itemsize = stored_dtype(size).itemsize
+            if files[shard["name"] + TOKENS]["bytes"] != shard["tokens"] * itemsize:
+                return f"size of {shard['name']}"
+            if not 0 < shard["documents"] <= shard["tokens"]:
+                return f"documents of {shard['name']}"
+            if not (shard["text_bytes"] is None or shard["text_bytes"] >= 0):
+                return f"text_bytes of {shard['name']}"
+    if set(files) != wanted or any(Path(name).name != name for name in files):
+        return "the names of files"
+    for name in ("separator", "bos", "eos"):
+        found = special[name]
+        absent = found is None and name != "separator"
+        if not absent and not (type(found) is int and 0 <= found < size):
+            return f"special {name}"
+    if manifest["dtype"] != stored_dtype(size).name:
+        return "dtype"
+    return None if isinstance(manifest["provenance"], dict) else "provenance"
+
+
+def _check_size(file: Path, signed: dict[str, Any]) -> None:
     if not file.is_file():
         raise _damaged(file, "missing")
     if (size := file.stat().st_size) != signed["bytes"]:
         raise _damaged(file, f"has {size} bytes, was written with {signed['bytes']}")
-    if sha256_of_file(file) != signed["sha256"]:
+
+
+def _check_vocabulary(store: Store) -> None:
+    described = store.manifest["vocabulary"]
+    file = store.path / described["file"]
+    if sha256_of_file(file)[0] != store.manifest["files"][described["file"]]["sha256"]:
         raise _damaged(file, "changed since it was written (sha256 differs)")
+    found = store.vocabulary()
+    if found.sha256 != described["sha256"] or found.size != store.vocab_size:
+        raise _damaged(file, f"holds {found.describe()}, {MANIFEST} names another vocabulary")
 
 
-def _check_tokenizer(file: Path, manifest: dict[str, Any]) -> None:
+def _check_shards(store: Store, numbered, progress) -> None:
+    files = store.manifest["files"]
+    sizes = [files[shard["name"] + TOKENS]["bytes"] for _, shard in numbered]
+    done, total = 0, sum(sizes)
+    # Hashing and NumPy release the lock of Python, so threads are enough.
+    with concurrent.futures.ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+        futures = [pool.submit(_check_shard, store, shard) for _, shard in numbered]
+        try:
+            for future, size in zip(futures, sizes):
+                future.result()
+                done += size
+                progress(done, total)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _check_shard(store: Store, shard: dict[str, Any]) -> None:
+    signed = store.manifest["files"]
+    dtype = stored_dtype(store.vocab_size)
+    file = store.path / (shard["name"] + TOKENS)
+    digest, largest = sha256_of_file(file, dtype)
+    if digest != signed[file.name]["sha256"]:
+        raise _damaged(file, "changed since it was written (sha256 differs)")
+    if largest >= store.vocab_size:
+        raise _damaged(file, f"holds id {largest}, the largest is {store.vocab_size - 1}")
+
+    documents = store.path / (shard["name"] + DOCUMENTS)
+    if sha256_of_file(documents)[0] != signed[documents.name]["sha256"]:
+        raise _damaged(documents, "changed since it was written (sha256 differs)")
     try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception
-        raise _damaged(file, f"is not a tokenizer ({error})") from error
-    size = tokenizer_vocab_size(tokenizer)
-    if size != manifest["vocab_size"]:
-        raise _damaged(file, f"has {size} tokens, {MANIFEST} says {manifest['vocab_size']}")
-
-
-def _check_split(store: Store, split: str) -> None:
-    figures = store.manifest["splits"][split]
-    file = store.path / f"{split}.tokens.bin"
-    size = file.stat().st_size
-    if size != figures["tokens"] * _stored_dtype(store.vocab_size).itemsize or not size:
-        raise _damaged(file, f"has {size} bytes, which is not {figures['tokens']} ids")
-    tokens = store.tokens(split)
-    for start in range(0, tokens.size, _CHUNK):
-        largest = int(tokens[start : start + _CHUNK].max())
-        if largest >= store.vocab_size:
-            raise _damaged(file, f"holds id {largest}, the largest is {store.vocab_size - 1}")
-
-    file = store.path / f"{split}.documents.npy"
-    try:
-        offsets = store.documents(split)
+        offsets = np.load(documents, allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise _damaged(file, f"is not a NumPy array ({error})") from error
-    shape = (figures["documents"] + 1,)
+        raise _damaged(documents, f"is not a NumPy array ({error})") from error
+    shape, size = (shard["documents"] + 1,), shard["tokens"]
     if offsets.dtype != np.int64 or offsets.shape != shape:
-        raise _damaged(file, f"is {offsets.dtype}{offsets.shape}, {MANIFEST} wants int64{shape}")
-    if offsets[0] != 0 or offsets[-1] != tokens.size or np.any(np.diff(offsets) <= 0):
+        found = f"{offsets.dtype}{offsets.shape}"
+        raise _damaged(documents, f"is {found}, {MANIFEST} wants int64{shape}")
+    if offsets[0] != 0 or offsets[-1] != size or np.any(np.diff(offsets) <= 0):
         found = f"offsets run from {offsets[0]} to {offsets[-1]}"
-        raise _damaged(file, f"{found}, they must rise from 0 to {tokens.size}")
+        raise _damaged(documents, f"{found}, they must rise from 0 to {size}")
+    tokens = np.memmap(file, dtype=dtype, mode="r")
     if np.any(tokens[offsets[1:] - 1] != store.separator_id):
-        raise _damaged(file, f"a document does not end in the separator {store.separator_id}")
+        raise _damaged(documents, f"a document does not end in the separator {store.separator_id}")
+
+
+def sha256_of_file(file: Path, dtype: np.dtype | None = None) -> tuple[str, int]:
+    """(sha256 in hex, the largest number in the file if a dtype is given, else -1); one read."""
+    digest, largest = hashlib.sha256(), -1
+    with open(file, "rb") as opened:
+        while chunk := opened.read(_CHUNK):
+            digest.update(chunk)
+            if dtype is not None and len(chunk) % dtype.itemsize == 0:
+                largest = max(largest, int(np.frombuffer(chunk, dtype).max()))
+    return digest.hexdigest(), largest
 
 
 def _damaged(file: Path, found: str) -> StoreError:
     return StoreError(f"{file}: {found}; delete the store and prepare it again")
 
 
-def _stored_dtype(vocab_size: int) -> np.dtype:
+def stored_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
-def _sha256_of_json(value: Any) -> str:
+def sha256_of_json(value: Any) -> str:
     """Of the canonical form, so that key order and white space do not matter."""
     canonical = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()

@@ -48,7 +48,7 @@ def write_model(
     max_positions: int,
     separator_id: int | None,
     dtype: str = "float32",
-    files: dict[str, str] | None = None,
+    files: dict[str, str | bytes] | None = None,
     max_shard_bytes: int = 5 * 10**9,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
@@ -60,7 +60,7 @@ def write_model(
       get: name of an array -> that array, float32, all layers of it; called once for each.
       max_positions, separator_id: see `hf_config`.
       dtype: of the weights, one of DTYPES; bfloat16 rounds.
-      files: name -> text of further files, the tokenizer's for example.
+      files: name -> content of further files, the tokenizer's for example.
       max_shard_bytes: above this the weights are split into several files and an index.
       progress: called with bytes written and to be written.
     Raises:
@@ -97,8 +97,9 @@ def write_model(
             weight_map = {name: file for file, shard in zip(names, shards) for name in shard}
             texts[INDEX] = {"metadata": {"total_size": total}, "weight_map": weight_map}
         texts = {name: json.dumps(value, indent=2) + "\n" for name, value in texts.items()}
-        for name, text in (texts | (files or {})).items():
-            (partial / name).write_text(text, encoding="utf-8")
+        for name, content in (texts | (files or {})).items():
+            data = content if isinstance(content, bytes) else content.encode()
+            (partial / name).write_bytes(data)
         tensors, done = _tensors(cfg, rows, get), 0
         for name, shard in zip(names, shards):
             with open(partial / name, "wb") as file:
