@@ -29,7 +29,12 @@ def get_config(arm: str = "tst") -> Config:
         if superposed
         else TSTConfig(bag_size=16, ratio=0.0),
         # 2**23 positions a step. The data were DCLM and FineWeb-Edu, half and half.
-        data=DataConfig(store="stores/dclm-fineweb-edu-qwen3", rows=1_024, positions=8_192),
+        data=DataConfig(
+            store="stores/dclm-qwen3,stores/fineweb-edu-qwen3",
+            weights="0.5,0.5",
+            rows=1_024,
+            positions=8_192,
+        ),
         optimizer=OptimizerConfig(name="adamw", b1=0.9, b2=0.95, weight_decay=0.1, clip=1.0),
         schedule=ScheduleConfig(peak_lr=3e-4, warmup_steps=2_000, decay_fraction=0.1),
         mesh=MeshConfig(data=-1, fsdp=64),  # the paper ran on 64 B200

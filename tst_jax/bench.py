@@ -2,6 +2,7 @@
 
     python -m tst_jax.bench step --config=configs/quickstart.py --json=step.json
     python -m tst_jax.bench kernels --json=kernels.json
+    python -m tst_jax.bench data --store=DIR --json=data.json
 
 `step` runs the baseline step and superposition steps of several bag sizes in turn, round after
 round, so that a busy machine disturbs all of them alike. All hold the same number of positions.
@@ -10,6 +11,9 @@ Needs no data: token ids are drawn at random.
 `kernels` does the same with the loss (value and both gradients) and the bag mean (value and
 gradient) beside what a user would write instead, at each combination of --bag_sizes, --n, --d and
 --v. It needs jax, numpy and this package, nothing else.
+
+`data` measures how many tokens a second come out of a store, of yours or of one that is made for
+it, beside plain slices of its memory map. `taskset -c 0` in front measures one core.
 """
 
 import argparse
@@ -110,6 +114,12 @@ def _kernels(options) -> list[dict]:
     return bench_kernels.run(bench_kernels.sizes(options), options)
 
 
+def _data(options) -> list[dict]:
+    from tst_jax import bench_data  # needs grain
+
+    return bench_data.run(options)
+
+
 def _numbers(text: str) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]
@@ -135,7 +145,12 @@ def main(argv=None) -> int:
     kernels = commands.add_parser("kernels", help="loss and bag mean beside the alternatives")
     bench_kernels.add_arguments(kernels, _numbers)
     kernels.set_defaults(run=_kernels)
-    for command in (step, kernels):
+    data = commands.add_parser("data", help="rows out of a store beside plain slices")
+    data.add_argument("--store", help="folder that tst_jax.prepare made; default: one is made")
+    data.add_argument("--rounds", type=int, default=5)
+    data.add_argument("--seconds", type=float, default=0.5, help="of each case in each round")
+    data.set_defaults(run=_data)
+    for command in (step, kernels, data):
         command.add_argument("--json", help="file for the results")
     options = parser.parse_args(argv)
     try:

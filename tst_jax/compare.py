@@ -171,6 +171,10 @@ def compare(config: Config, workdir, seeds: int, equal_loss=False, equal_data=Fa
         raise UserError(f"--seeds is {seeds}; give at least 1, better 3")
     if config.stop_after >= 0:
         raise UserError("stop_after is set; a comparison needs whole runs, leave it at -1")
+    if config.data.rows_from and (equal_loss or equal_data):
+        raise UserError(
+            "data.rows_from is set; --equal_loss and --equal_data need one batch size in all runs"
+        )
     if all(stage.bag_size == 1 for stage in config_lib.stages(config)):
         raise UserError("no step is superposed; set tst.ratio above 0 and tst.bag_size above 1")
     numbers = range(config.seed, config.seed + seeds)

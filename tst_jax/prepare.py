@@ -270,7 +270,7 @@ def _make(options, request, source, units, given, work: Path) -> Store:
     cores = options.processes or os.cpu_count() or 1
     processes = max(1, min(cores, len(units)))
     with Workers(processes, cores // processes, job) as workers:
-        _encode(workers, units)
+        _encode(workers, units, folder)
         totals = runs.totals(folder, len(units))
         counts = {
             split: max(1, round(totals[split]["ids"] / options.shard_tokens)) for split in SPLITS
@@ -279,10 +279,7 @@ def _make(options, request, source, units, given, work: Path) -> Store:
         with Progress("shuffling", len(calls), "") as progress:
             entries = workers.run(_merge, calls, lambda sums, done: progress.update(done))
     by_split = {s: [e for c, e in zip(calls, entries) if c[2] == s] for s in SPLITS}
-    read = sum(
-        json.loads((folder / f"unit-{k:06d}.json").read_text())["documents"]
-        for k in range(len(units))
-    )
+    read = sum(runs.documents_read(folder, number) for number in range(len(units)))
     kept = sum(entry["documents"] for entry in entries if entry)
     encoded = sum(totals[split]["documents"] for split in SPLITS)
     provenance = {
@@ -302,20 +299,22 @@ def _make(options, request, source, units, given, work: Path) -> Store:
         return seal(shards, options.out, found, special, by_split, provenance, show)
 
 
-def _encode(workers, units) -> None:
+def _encode(workers, units, folder: Path) -> None:
+    calls = [c for c in enumerate(units) if runs.documents_read(folder, c[0]) is None]
     total = sum(unit.bytes for unit in units)
-    done_bytes = [0]
-    for unit in units:
+    done_bytes = [total - sum(unit.bytes for _, unit in calls)]
+    for _, unit in calls:
         done_bytes.append(done_bytes[-1] + unit.bytes)
     with Progress("encoding", total) as progress:
+        progress.update(done_bytes[0])
 
         def watch(sums, done):
             # Bytes of text are not bytes on disk where files are compressed: units that are done
             # say how many there are to one.
             _, text, ids = sums
-            progress.update(max(min(text, total), done_bytes[done]), ids)
+            progress.update(max(min(done_bytes[0] + text, total), done_bytes[done]), ids)
 
-        workers.run(runs.encode_unit, enumerate(units), watch)
+        workers.run(runs.encode_unit, calls, watch)
 
 
 def _merge(job, units, shards, split, number, count, tick):

@@ -17,9 +17,7 @@ from tst_jax.schedule import TSTConfig
 REPORT = "data_report.json"  # that `tst_jax.data_report` writes into a store's folder
 
 
-def open_stores(
-    data: DataConfig, part: tuple[int, int], say: Callable[[str], None]
-) -> list[Store]:
+def open_stores(data: DataConfig, part: tuple[int, int], say: Callable[[str], None]) -> list[Store]:
     """The stores of a run, verified as `data.verify` says.
 
     Args:
@@ -51,9 +49,7 @@ def open_stores(
 def names(stores: list[Store]) -> list[str]:
     """Of the stores, for metrics: of their folders, with a number where two are the same."""
     found = [store.path.name for store in stores]
-    return [
-        f"{name}-{i}" if found.count(name) > 1 else name for i, name in enumerate(found)
-    ]
+    return [f"{name}-{i}" if found.count(name) > 1 else name for i, name in enumerate(found)]
 
 
 def check_same(workdir, fingerprints: list[str], stores: list[Store], vocabulary: str) -> None:
@@ -161,11 +157,10 @@ def with_fitted(
                 f"{store.path}: has no {REPORT}, other stores have; run python -m "
                 f"tst_jax.data_report --store={store.path}"
             )
-    distances = reports[0]["distances"]
-    if any(report["distances"] != distances for report in reports):
-        raise StoreError(f"{REPORT} of the stores are of different versions; make them again")
-    curves = [report["mutual_information"] for report in reports]
-    mean = [sum(w * x for w, x in zip(shares, values)) for values in zip(*curves)]
+    curves = [dict(zip(r["distances"], r["mutual_information"])) for r in reports]
+    # A store of short documents has no long distances.
+    distances = [d for d in curves[0] if all(d in curve for curve in curves)]
+    mean = [sum(w * curve[d] for w, curve in zip(shares, curves)) for d in distances]
     constants = fit(distances, mean)
     say(f"tst.weights=fitted: C0, a, k = {', '.join(f'{x:.4g}' for x in constants)}")
     return dataclasses.replace(tst, fitted=",".join(f"{x:.6g}" for x in constants))

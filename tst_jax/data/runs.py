@@ -84,8 +84,7 @@ def encode_unit(job: Job, number: int, unit, tick: Callable[[int, int, int], Non
       unit: of `job.source`.
       tick: called with documents, bytes and ids since the last call.
     """
-    done = job.folder / f"unit-{number:06d}.json"
-    if done.exists():
+    if documents_read(job.folder, number) is not None:
         return
     found = list(_runs(job.folder, number))
     run = _Run(job, number, len(found))
@@ -99,15 +98,24 @@ def encode_unit(job: Job, number: int, unit, tick: Callable[[int, int, int], Non
         read += len(batch)
         batch = [document for document in batch if len(document)]
         encoded = _encode(job, unit, batch)
-        for content, size, ids in encoded:
-            run.add(document_key(content, job.seed), ids, size)
+        run.add(encoded)
         tick(len(batch), sum(size for _, size, _ in encoded), sum(ids.size for *_, ids in encoded))
         if run.ids >= RUN_TOKENS:
             run.write(read)
             run = _Run(job, number, run.index + 1)
     if run.ids:
         run.write(read)
-    _write_json(done, {"name": unit.name, "documents": read})
+    _write_json(_unit(job.folder, number), {"name": unit.name, "documents": read})
+
+
+def documents_read(folder: Path, number: int) -> int | None:
+    """The documents of a unit, empty ones included; None if it is not done."""
+    file = _unit(folder, number)
+    return json.loads(file.read_text())["documents"] if file.exists() else None
+
+
+def _unit(folder, number) -> Path:
+    return folder / f"unit-{number:06d}.json"
 
 
 def _encode(job: Job, unit, batch) -> list[tuple[Any, int, np.ndarray]]:
@@ -155,29 +163,40 @@ def _batches(documents) -> Iterator[list]:
 
 
 class _Run:
-    """Encoded documents until they are sorted and written."""
+    """Encoded documents until they are sorted and written.
+
+    Kept as one array a batch: an array a document would take far more memory than short documents.
+    """
 
     def __init__(self, job: Job, unit: int, index: int):
         self.job, self.unit, self.index, self.ids = job, unit, index, 0
-        self._parts, self._keys, self._bytes = [], [], []
+        self._batches, self._documents = [], []
 
-    def add(self, key, ids, size):
-        self._keys.append(key)
-        self._parts.append(ids)
-        self._bytes.append(size)
-        self.ids += ids.size
+    def add(self, batch):
+        """What `_encode` returned."""
+        documents = np.empty(len(batch), _DOCUMENT)
+        for i, (content, size, ids) in enumerate(batch):
+            documents[i] = *document_key(content, self.job.seed), 0, ids.size, size
+        # Until `write`, `start` counts within the batch.
+        documents["start"] = np.cumsum(documents["length"]) - documents["length"]
+        self._documents.append(documents)
+        self._batches.append(np.concatenate([np.empty(0, self.job.dtype), *(x[2] for x in batch)]))
+        self.ids += self._batches[-1].size
 
     def write(self, read: int):
         """Puts the run in place; `read` documents of the unit are then done."""
-        documents = np.empty(len(self._parts), _DOCUMENT)
-        documents["high"], documents["low"] = np.asarray(self._keys, np.uint64).T
-        documents["length"] = [ids.size for ids in self._parts]
-        documents["bytes"] = self._bytes
+        batch = np.repeat(np.arange(len(self._batches)), [len(part) for part in self._documents])
+        documents = np.concatenate(self._documents)
         order = np.lexsort((documents["low"], documents["high"]))
-        documents = documents[order]
-        documents["start"] = np.cumsum(documents["length"]) - documents["length"]
+        documents, batch = documents[order], batch[order]
+
+        def write_ids(file):
+            for b, (_, _, start, length, _) in zip(batch, documents):
+                file.write(self._batches[b][start : start + length].data)
+
         stem = _stem(self.job.folder, self.unit, self.index)
-        _replace(stem + ".ids", lambda file: [self._parts[i].tofile(file) for i in order])
+        _replace(stem + ".ids", write_ids)
+        documents["start"] = np.cumsum(documents["length"]) - documents["length"]
         _replace(stem + ".npy", lambda file: np.save(file, documents))
         figures = {"read": read}
         for split, (low, high) in key_ranges(self.job.heldout_fraction).items():
@@ -268,13 +287,13 @@ def merge_shard(job: Job, units: int, store: Path, split: str, number: int, coun
                 pieces.append(found)
     table = np.concatenate(tables) if tables else np.empty(0, _DOCUMENT)
     ids = np.concatenate(pieces) if pieces else np.empty(0, job.dtype)
-    del pieces
+    del pieces, tables
     table = table[np.lexsort((table["low"], table["high"]))]
     same = (table["high"][1:] == table["high"][:-1]) & (table["low"][1:] == table["low"][:-1])
-    kept = table[np.append(True, ~same)[: table.size]]
+    table = table[np.append(True, ~same)[: table.size]]
     documents = (
         (ids[start : start + length], None if size == _UNKNOWN else size)
-        for _, _, start, length, size in kept.tolist()
+        for _, _, start, length, size in table  # row by row: a list of tuples is much larger
     )
     entry = write_shard(store, split, number, documents, job.vocabulary.size, job.separator)
     _write_json(done, entry)

@@ -127,7 +127,9 @@ class Store:
         They count from the shard's first token to its last.
         """
         files = [self.path / (shard["name"] + DOCUMENTS) for shard in self._shards(split)]
-        return [np.load(file, mmap_mode="r", allow_pickle=False) for file in files]
+        # As ndarrays: slices of np.memmap itself cost a Python call each.
+        load = lambda file: np.load(file, mmap_mode="r", allow_pickle=False).view(np.ndarray)
+        return [load(file) for file in files]
 
     def count(self, split: str, what: str) -> int | None:
         """`tokens`, `documents` or `text_bytes` of a split; bytes are None where nobody knows."""
