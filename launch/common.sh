@@ -92,6 +92,11 @@ check_copied() {
   fi
 }
 
+# use_store FOLDER: of what --store copied, unless --config.data.store names stores inside it.
+use_store() {
+  [[ " ${passed[*]}" == *" --config.data.store="* ]] || trainer+=("--config.data.store=$1")
+}
+
 quoted() { # a command as one line that a shell reads back as it was
   local word line=()
   for word in "$@"; do

@@ -56,7 +56,7 @@ if [ -z "${option[follow]:-}" ]; then
   if [ -n "${option[store]:-}" ]; then
     code="import sys, gcsfs; gcsfs.GCSFileSystem().get(sys.argv[1], sys.argv[2], recursive=True)"
     command+=" && $(quoted python -c "$code" "${option[store]}/" /tmp/store/)"
-    trainer+=(--config.data.store=/tmp/store)
+    use_store /tmp/store
   fi
   # exec: xpk sends SIGTERM on to the process that it started, which then is the trainer itself.
   command+=" && exec $(quoted python "${trainer[@]}")"

@@ -45,7 +45,7 @@ if [[ "${option[workdir]}" != gs://* && -z "${option[keep]:-}" ]]; then
 fi
 packages=('jax[tpu]')
 [[ "${option[workdir]}" != gs://* ]] || packages+=(gcsfs)
-[ -z "${option[store]:-}" ] || trainer+=(--config.data.store=../store)
+[ -z "${option[store]:-}" ] || use_store ../store
 
 name="${option[name]}"
 where=("--zone=${option[zone]}")

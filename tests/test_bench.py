@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tst_jax import bench, bench_kernels
+from tst_jax import bench, bench_data, bench_kernels
 from tst_jax.errors import UserError
 
 SIZE = bench_kernels.Size(3, n=32, d=16, v=100, dtype="float32")
@@ -40,6 +40,24 @@ def test_bench_kernels_writes_one_object_a_case_and_size(tmp_path, capsys):
         assert "tflops" not in line  # nothing is claimed of an accelerator here
     printed = capsys.readouterr().out
     assert printed.count("check xla") == 2 and printed.count("paper_style") > 4
+
+
+def test_bench_data(store, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench_data, "SHAPES", ((3, 8), (1, 8)))
+    monkeypatch.setattr(bench_data, "STEP_TOKENS", 480)
+    file = tmp_path / "data.json"
+    small = [f"--store={store}", f"--json={file}", "--rounds=2", "--seconds=0.02"]
+    assert bench.main(["data", *small]) == 0
+    results = json.loads(file.read_text())
+    names = ["numpy_slice", "grain", "grain_mixture_3", "grain_document"]
+    assert [(x["row_tokens"], x["name"]) for x in results] == [
+        (t, n) for t in (24, 8) for n in names
+    ]
+    assert all(set(x) == {"name", "row_tokens", "tokens_per_second"} for x in results)
+    assert all(x["tokens_per_second"] > 0 for x in results)
+    assert capsys.readouterr().out.count("of numpy_slice") == 8
+    assert bench.main(["data", f"--store={tmp_path / 'none'}"]) == 2
+    assert "no such folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

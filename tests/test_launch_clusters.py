@@ -87,6 +87,15 @@ def test_a_run_executes_what_the_dry_run_printed(machine, script):
     assert machine.calls() == printed == shown
 
 
+@pytest.mark.parametrize("script", [TPU, GKE], ids=lambda script: script[0])
+def test_stores_of_a_mixture_are_named_inside_the_copied_folder(machine, script):
+    text = "\n".join(machine.dry(*script, *RUN, "--store=gs://b/s"))
+    assert text.count("--config.data.store=") == 1
+    named = "--config.data.store=../store/a,../store/b"
+    text = "\n".join(machine.dry(*script, *RUN, "--store=gs://b/s", named))
+    assert text.count("--config.data.store=") == text.count(named) == 1
+
+
 def test_gke_log_is_followed_until_xpk_says_how_it_ended(machine):
     machine.answer("*kubectl*) exit 1;;\n*list*) [ $(seen list) = 3 ] || exit 124;;")
     done = machine.run(*GKE, *RUN)
