@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from test_train import assert_same_bits, final_state
 
-from tst_jax import metrics
+from tst_jax import metrics, programs
 from tst_jax.config import ConfigError
 from tst_jax.data import corpus
 from tst_jax.data.order import DataError, Order
@@ -114,6 +114,26 @@ def test_a_batch_size_may_change_at_a_checkpoint(whole, tmp_path, stop):
     assert_same_bits(final_state(config, tmp_path / "run")[0], final_state(config, workdir)[0])
     saved = json.loads((tmp_path / "run/config.json").read_text())
     assert saved["data"]["rows_from"] == "12:8"  # the history of the run stands in its config
+
+
+def test_a_batch_size_is_no_switch(whole, tmp_path, monkeypatch):
+    """What is done anew at each switch is not where only the number of rows changes (rule 15)."""
+    config, workdir = whole
+    switched = []
+    compile_run = programs.compile_run
+
+    def watched(*args):
+        found = compile_run(*args)
+        return dataclasses.replace(found, switch=lambda state: switched.append(1) or state)
+
+    monkeypatch.setattr(programs, "compile_run", watched)
+    shutil.copytree(workdir, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/checkpoints/20")
+    for step in (12, 8):
+        shutil.rmtree(tmp_path / "run/checkpoints/12", ignore_errors=True)
+        train(config, tmp_path / "run")
+        assert len(switched) == (step == 8)
+        shutil.rmtree(tmp_path / "run/checkpoints/20")
 
 
 def test_the_past_cannot_change(whole, tmp_path):

@@ -169,8 +169,9 @@ def test_an_id_outside_the_vocabulary_stops_the_run():
     streams = [Stream(ids, vocab_size=50, name="good"), Stream(ids + 1, vocab_size=50, name="bad")]
     run = (20, 8, 8, dict(ratio=0.0))
     assert len(run_steps(streams[:1], make_order(streams[:1], *run))) == 20
-    with pytest.raises(DataError, match="bad: holds id 50 near token .*the largest is 49"):
-        run_steps(streams, make_order(streams, *run, weights=["1", "1"]))
+    for ahead in (0, 2):  # also from the thread that reads ahead
+        with pytest.raises(DataError, match="bad: holds id 50 near token .*the largest is 49"):
+            run_steps(streams, make_order(streams, *run, weights=["1", "1"]), ahead=ahead)
 
 
 # ---- packed documents (rule 20)

@@ -109,6 +109,8 @@ def test_unfinished_work_of_another_request_is_left_alone(corpus, store, tmp_pat
     with pytest.raises(StoreError, match=words):
         prepare_corpus(corpus, tmp_path / "store", seed=SEED + 1)
     assert len(before) > 4 and contents(tmp_path).keys() == before.keys()
+    # Half a file of a killed process does not get into the store.
+    (tmp_path / ".store.preparing" / "store" / "train-00000.partial-1").write_bytes(b"half")
     assert shards(prepare_corpus(corpus, tmp_path / "store").path) == shards(store.path)
 
 

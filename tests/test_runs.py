@@ -5,6 +5,7 @@ import itertools
 import os
 import random
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -308,6 +309,22 @@ def test_calls_in_processes_and_in_this_one_give_the_same():
             assert seen == sorted(seen)
             with pytest.raises(UserError, match="this one is wrong"):
                 pool.run(work, [(99,)], lambda sums, done: None)
+
+
+def slow_work(folder, number, tick):
+    if number == 0:
+        raise UserError("this one is wrong")
+    for _ in range(30):
+        time.sleep(0.1)
+        tick(1, 1, 1)
+    (folder / str(number)).touch()
+
+
+def test_an_error_ends_the_calls_of_other_processes_too(tmp_path):
+    with pytest.raises(UserError, match="this one is wrong"):
+        with workers.Workers(2, 1, tmp_path) as pool:
+            pool.run(slow_work, [(1,), (0,), (2,), (3,), (4,)], lambda sums, done: None)
+    assert not list(tmp_path.iterdir())  # neither one that ran nor one that was queued went on
 
 
 def test_a_killed_process_is_told_in_one_line():

@@ -100,7 +100,7 @@ def test_reading_maps_the_files_and_opens_shards_when_they_are_needed(tmp_path, 
     assert np.shares_memory(tokens[:3], tokens[:9])
     with pytest.raises(ValueError, match="read-only"):
         tokens[:3][0] = 1
-    assert isinstance(store.documents("train")[0], original)
+    assert isinstance(store.documents("train")[0].base, original)  # mapped too
 
 
 @pytest.mark.parametrize("size, dtype", [(65536, np.uint16), (65537, np.uint32)])
@@ -160,6 +160,17 @@ def test_an_interrupted_write_leaves_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "store", heldout=documents())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_filled_meanwhile_is_left_alone(tmp_path):
+    def documents():
+        yield [1, 2], 2
+        (tmp_path / "store").mkdir()
+        (tmp_path / "store" / "mine").write_text("mine")
+
+    with pytest.raises(StoreError, match="not empty"):
+        write(tmp_path / "store", heldout=documents())
+    assert [path.name for path in tmp_path.rglob("*")] == ["store", "mine"]
 
 
 def test_a_killed_write_leaves_no_store(tmp_path):

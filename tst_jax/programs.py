@@ -86,8 +86,8 @@ def layout(config: Config, devices=None):
             packed=config.data.packing == "document",
         )
     parts = math.prod(mesh.shape[axis] for axis in sharding.RULES["batch"])
-    batches = {f"{stage.phase} rows": stage.rows / config.micro_batches for stage in stages}
-    for name, rows in (batches | {"eval.rows": config.eval.rows}).items():
+    batches = [(f"{stage.phase} rows", stage.rows / config.micro_batches) for stage in stages]
+    for name, rows in [*batches, ("eval.rows", config.eval.rows)]:
         if rows % parts:
             found = found or (
                 f"{rows:g} {name} do not divide over mesh.data * mesh.fsdp * mesh.expert = {parts} "

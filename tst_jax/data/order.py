@@ -91,17 +91,18 @@ class SourceOrder:
         self._ends: list[list[int]] = []  # rows up to the end of each
         current, used, epoch = None, 0, 0
         for number, (stage, needed) in enumerate(zip(phases, rows)):
-            segments = []
+            segments, rows_of_them = [], 0
             if current is not None and used < current.rows:
                 cut = current.stride // stage.row_stride
                 left = (current.rows - used) * cut
                 seed = self._seed(current.epoch, number)
                 where = current.epoch, current.align, current, used, cut
                 segments.append(Segment(left, stage.row_stride, seed, *where))
+                rows_of_them = left
             # One more bag after the last row's own bags: its target.
             places = length(stage.align)
             whole = (places - (stage.row_tokens - stage.row_stride)) // stage.row_stride
-            while needed > sum(segment.rows for segment in segments):
+            while needed > rows_of_them:
                 if whole < 1:
                     raise DataError(
                         f"the train split of {name} has {places} tokens and a {stage.phase} row "
@@ -110,6 +111,7 @@ class SourceOrder:
                     )
                 seed = self._seed(epoch, number)
                 segments.append(Segment(whole, stage.row_stride, seed, epoch, stage.align))
+                rows_of_them += whole
                 epoch += 1
             self._segments.append(segments)
             self._ends.append(list(itertools.accumulate(segment.rows for segment in segments)))

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from tst_jax.errors import UserError
 
 _COUNTERS = 3  # documents, bytes, ids
-_work = None  # in a worker: (function's first argument, counters)
+_work = None  # in a worker: (function's first argument, counters, whether to end)
 
 
 class Workers:
@@ -34,8 +34,9 @@ class Workers:
             return
         spawn = multiprocessing.get_context("spawn")
         self._counters = [spawn.Value("q") for _ in range(_COUNTERS)]
+        self._end = spawn.Value("b", lock=False)
         self._pool = concurrent.futures.ProcessPoolExecutor(
-            processes, spawn, _start, (shared, self._counters)
+            processes, spawn, _start, (shared, self._counters, self._end)
         )
 
     def _set_threads(self, threads):
@@ -51,7 +52,7 @@ class Workers:
           calls: arguments.
           watch: called twice a second with the sums, and with how many calls are done.
         Raises:
-          UserError: of a call, or that a process was killed; the others end after their call.
+          UserError: of a call, or that a process was killed; the others end at their next tick.
         """
         calls = list(calls)
         if self._pool is None:
@@ -84,6 +85,8 @@ class Workers:
 
     def __exit__(self, *error):
         if self._pool is not None:
+            # Calls that run, and some that the pool has queued, are beyond its cancelling.
+            self._end.value = error[0] is not None
             self._pool.shutdown(cancel_futures=True)
 
 
@@ -96,7 +99,7 @@ class _Counter:
         return threading.RLock()
 
 
-def _ticker(counters, then=lambda sums: None):
+def _ticker(counters, then):
     def tick(*numbers):
         for counter, number in zip(counters, numbers, strict=True):
             with counter.get_lock():
@@ -106,9 +109,9 @@ def _ticker(counters, then=lambda sums: None):
     return tick
 
 
-def _start(shared, counters):
+def _start(shared, counters, end):
     global _work
-    _work = shared, counters
+    _work = shared, counters, end
 
     def end_with_parent():
         # A killed command would leave its workers waiting for ever.
@@ -119,8 +122,14 @@ def _start(shared, counters):
 
 
 def _call(function, call):
-    shared, counters = _work
-    return function(shared, *call, _ticker(counters))
+    shared, counters, end = _work
+
+    def check(sums=None):
+        if end.value:
+            raise UserError("ended, for another process failed")
+
+    check()
+    return function(shared, *call, _ticker(counters, check))
 
 
 class Progress:
