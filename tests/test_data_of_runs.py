@@ -128,12 +128,11 @@ def test_a_batch_size_is_no_switch(whole, tmp_path, monkeypatch):
 
     monkeypatch.setattr(programs, "compile_run", watched)
     shutil.copytree(workdir, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run/checkpoints/20")
-    for step in (12, 8):
-        shutil.rmtree(tmp_path / "run/checkpoints/12", ignore_errors=True)
-        train(config, tmp_path / "run")
-        assert len(switched) == (step == 8)
-        shutil.rmtree(tmp_path / "run/checkpoints/20")
+    for removed, times in (("20",), 0), (("20", "12"), 1):
+        for step in removed:
+            shutil.rmtree(tmp_path / "run/checkpoints" / step)
+        train(config, tmp_path / "run")  # from step 12, then from the switch after step 8
+        assert len(switched) == times
 
 
 def test_the_past_cannot_change(whole, tmp_path):
@@ -210,6 +209,25 @@ def test_another_vocabulary_is_refused_by_name(mixed, whole, stores, tmp_path):
         corpus.check_same("run", record["stores"], [other], record["vocabulary"])
     with pytest.raises(StoreError, match="another store"):
         corpus.check_same("run", record["stores"], stores, record["vocabulary"])
+
+
+@pytest.mark.parametrize("packing", ["concat", "document"])
+def test_the_attention_backend_is_asked_about_documents(mixed, monkeypatch, packing):
+    """One that cannot keep them apart says so before anything is compiled (rule 20)."""
+    asked = []
+
+    def problem(*args, packed):
+        asked.append(packed)
+        return "cannot" if packed else None
+
+    monkeypatch.setattr(programs.attention, "problem", problem)
+    mixed.data.packing = packing
+    if packing == "document":
+        with pytest.raises(ConfigError, match="cannot"):
+            programs.layout(mixed)
+    else:
+        programs.layout(mixed)
+    assert set(asked) == {packing == "document"}
 
 
 def test_short_splits_are_refused_by_the_name_of_the_store(mixed, tmp_path):
