@@ -35,5 +35,7 @@ def test_bench_of_kernels_needs_jax_and_numpy_only():
 
 def test_models_and_bench_need_no_data_libraries():
     absent = ["grain", "ml_collections", "tensorflow_datasets", "tokenizers", "orbax"]
-    result = imports("tst_jax.models.transformer, tst_jax.flops, tst_jax.bench, tst_jax.train_step", absent)
+    result = imports(
+        "tst_jax.models.transformer, tst_jax.flops, tst_jax.bench, tst_jax.train_step", absent
+    )
     assert result.returncode == 0, result.stderr

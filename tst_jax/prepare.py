@@ -42,7 +42,7 @@ import tokenizers
 from tst_jax.data import runs, vocabulary
 from tst_jax.data.sources import SOURCES, SourceError
 from tst_jax.data.store import MANIFEST, SPLITS, Store, StoreError, open_store
-from tst_jax.data.store_writer import SHARD_TOKENS, check_writable, seal
+from tst_jax.data.store_writer import SHARD_TOKENS, check_writable, no_documents, seal
 from tst_jax.data.vocabulary import Vocabulary
 from tst_jax.data.workers import Progress, Workers
 from tst_jax.errors import UserError
@@ -272,12 +272,17 @@ def _make(options, request, source, units, given, work: Path) -> Store:
     with Workers(processes, cores // processes, job) as workers:
         _encode(workers, units, folder)
         totals = runs.totals(folder, len(units))
+        for split in SPLITS:
+            if not totals[split]["documents"]:
+                raise no_documents(split)
         counts = {
             split: max(1, round(totals[split]["ids"] / options.shard_tokens)) for split in SPLITS
         }
         calls = [(len(units), shards, s, k, counts[s]) for s in SPLITS for k in range(counts[s])]
-        with Progress("shuffling", len(calls), "") as progress:
-            entries = workers.run(_merge, calls, lambda sums, done: progress.update(done))
+        size = sum(totals[split]["ids"] for split in SPLITS) * job.dtype.itemsize
+        with Progress("shuffling", size, "") as progress:
+            show = lambda sums, done: progress.update(size * done // len(calls))
+            entries = workers.run(_merge, calls, show)
     by_split = {s: [e for c, e in zip(calls, entries) if c[2] == s] for s in SPLITS}
     read = sum(runs.documents_read(folder, number) for number in range(len(units)))
     kept = sum(entry["documents"] for entry in entries if entry)

@@ -129,7 +129,10 @@ class Store:
         files = [self.path / (shard["name"] + DOCUMENTS) for shard in self._shards(split)]
         # As ndarrays: slices of np.memmap itself cost a Python call each.
         load = lambda file: np.load(file, mmap_mode="r", allow_pickle=False).view(np.ndarray)
-        return [load(file) for file in files]
+        try:
+            return [load(file) for file in files]
+        except ValueError as error:  # of a store that was opened with verify="sizes"
+            raise StoreError(f"{self.path}: {split} documents cannot be read ({error})") from None
 
     def count(self, split: str, what: str) -> int | None:
         """`tokens`, `documents` or `text_bytes` of a split; bytes are None where nobody knows."""

@@ -116,10 +116,7 @@ def seal(
                 files |= entry["files"]
                 shards[split].append({k: v for k, v in entry.items() if k != "files"})
         if not shards[split]:
-            raise StoreError(
-                f"split {split} has no documents; give more documents, or another "
-                "heldout_fraction or seed"
-            )
+            raise no_documents(split)
     (folder / vocabulary.file).write_bytes(vocabulary.data)
     manifest = {
         "format": FORMAT,
@@ -142,6 +139,13 @@ def seal(
     check_writable(path)
     os.rename(folder, path)  # replaces an empty folder, fails on one filled meanwhile
     return Store(path, manifest)
+
+
+def no_documents(split: str) -> StoreError:
+    """What is wrong with a split that would be empty."""
+    return StoreError(
+        f"split {split} has no documents; give more documents, or another heldout_fraction or seed"
+    )
 
 
 def write_store(
