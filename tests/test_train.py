@@ -18,7 +18,8 @@ from tst_jax.data.order import Order
 from tst_jax.data.pipeline import Stream, batches, eval_batches
 from tst_jax.data.store import StoreError, open_store
 from tst_jax.data.store_writer import write_store
-from tst_jax.train import TrainingError, train
+from tst_jax.run_log import TrainingError
+from tst_jax.train import train
 from tst_jax.train_step import at_switch, init_state, key_data, make_train_step, state_shardings
 
 SWITCH = 8  # of the shared config: round(0.4 * 20)

@@ -8,19 +8,16 @@ setting; tst_jax/config.py lists them. Several processes train one run with --di
 scripts in launch/ start them.
 """
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 import json
-import math
-import time
 
 import jax
 import numpy as np
 from etils import epath
 
-from tst_jax import __version__, flops, hosts, metrics, programs, schedule, sharding
+from tst_jax import __version__, hosts, metrics, programs, schedule, sharding
 from tst_jax import config as config_lib
 from tst_jax.checkpoint import Checkpoints
 from tst_jax.config import Config, ConfigError
@@ -29,14 +26,11 @@ from tst_jax.data.order import Order
 from tst_jax.data.store import SPLITS, Store
 from tst_jax.errors import Preempted, UserError
 from tst_jax.models import hugging_face
+from tst_jax.run_log import Log
 from tst_jax.train_step import TrainState, key_data
 
 # Entries that table and head may have beyond the tokenizer's, so that they divide over a mesh.
 MOST_PADDING = 1023
-
-
-class TrainingError(UserError):
-    """The run cannot go on; the message says from where it can."""
 
 
 @dataclasses.dataclass
@@ -199,7 +193,7 @@ def _train(run: _Run, checkpoints, preemption, title):
             where = (run.shapes.params, run.shardings.params)
             given = [hugging_face.load_into(*where, config.init_from, config.model)]
         state = compiled.init(key_data(config.seed), *given)
-    log = _Log(run, step, counters, progress)
+    log = Log(run, step, counters, progress)
     record = lambda: {
         "phase": log.stage.phase,
         "bag_size": log.stage.bag_size,
@@ -272,111 +266,6 @@ def _evaluate(evaluate, params, held_out) -> list[float]:
     results = [[evaluate(params, *batch) for batch in batches] for batches in held_out]
     sums = [np.asarray(jax.device_get(result), np.float64).sum(0) for result in results]
     return [float(nats / count) for nats, count in sums]
-
-
-class _Log:
-    """Reads metrics one step late, counts, and writes a line every `log_every` steps."""
-
-    def __init__(self, run, step, counters, progress):
-        self.stage = run.stages[0]
-        self.counters = counters
-        self._run, self._config, self._progress = run, run.config, progress
-        self._writer = metrics.Writer(run.workdir, step, silent=not hosts.is_first())
-        self._pending = None
-        self.restart_clock()
-
-    def restart_clock(self):
-        """Leaves out of `step_seconds` what was no step."""
-        self._since, self._steps, self._waited = time.perf_counter(), 0, 0.0
-
-    @contextlib.contextmanager
-    def waits_for_data(self):
-        """Counts the time inside as waiting for data."""
-        began = time.perf_counter()
-        yield
-        self._waited += time.perf_counter() - began
-
-    def push(self, step, step_metrics):
-        """Step `step` has been dispatched; waits for the one before it."""
-        pending, self._pending = self._pending, (step, self.stage, step_metrics)
-        if pending:
-            self._read(*pending)
-
-    def flush(self):
-        """Waits for all steps that were dispatched."""
-        if self._pending:
-            self._read(*self._pending)
-        self._pending = None
-        self._writer.flush()
-
-    def _read(self, step, stage, step_metrics):
-        values = {name: np.asarray(x).tolist() for name, x in step_metrics.items()}
-        if not math.isfinite(values["loss"]) or not math.isfinite(values["grad_norm"]):
-            raise TrainingError(
-                f"loss {values['loss']} and gradient norm {values['grad_norm']} at step {step}; "
-                "nothing of it was saved. Lower schedule.peak_lr and start anew"
-            )
-        self._steps += 1
-        self.counters["positions"] += stage.step_positions
-        tokens = values.get("valid_tokens", stage.step_tokens)
-        self.counters["tokens"] += tokens
-        shape = (self._config.model, stage.rows, stage.positions)
-        self.counters["flops"] += flops.step_flops(*shape)
-        self.counters["flops_full_attention"] += flops.step_flops(*shape, causal=False)
-        if step % self._config.log_every and step not in (1, stage.stop, self._config.steps):
-            return
-        seconds = (time.perf_counter() - self._since) / self._steps
-        targets = 1 if stage.mode == "input" else stage.bag_size
-        line = {
-            "step": step,
-            "phase": stage.phase,
-            "bag_size": stage.bag_size,
-            "loss": values["loss"],
-            "loss_minus_log_s": values["loss"] - math.log(targets),
-            "lr": values["lr"],
-            "grad_norm": values["grad_norm"],
-            **metrics.of_experts(values),
-            **self.counters,
-            "step_seconds": seconds,
-            "data_wait_seconds": self._waited / self._steps,
-            "positions_per_second": stage.step_positions / seconds,
-            "tokens_per_second": tokens / seconds,
-            **corpus.progress(self._run.order, self._run.streams, step),
-        }
-        if "valid_tokens" in values:
-            line["padding_efficiency"] = tokens / stage.step_tokens
-        self._writer.write(line)
-        self._progress.update(
-            step,
-            f"{stage.phase} s={stage.bag_size}",
-            loss=values["loss"],
-            positions_per_s=line["positions_per_second"],
-            tokens_per_s=line["tokens_per_second"],
-        )
-        self.restart_clock()
-
-    def write_eval(self, step, losses):
-        """One line for an evaluation after step `step`: its loss on each store's held-out rows."""
-        found = corpus.eval_figures(losses, self._run.stores, self._run.order)
-        self._writer.write(
-            {
-                "step": step,
-                "phase": self.stage.phase,
-                "bag_size": self.stage.bag_size,
-                **found,
-                **self.counters,
-            }
-        )
-        text = f"step {step}, held-out next-token loss {found['eval_loss']:.4f} nats a token"
-        if found["eval_bits_per_byte"] is not None:
-            text += f", {found['eval_bits_per_byte']:.4f} bits a byte"
-        self._progress.say(text)
-        self.restart_clock()
-
-    def close(self):
-        self.flush()
-        self._writer.close()
-        self._progress.close()
 
 
 if __name__ == "__main__":
