@@ -189,6 +189,22 @@ def test_a_damaged_shard_stops_before_step_0(mixed, stores, tmp_path, shard):
     refused(mixed, tmp_path / "run", StoreError, f"{shard}: missing")
 
 
+def test_what_takes_longest_is_checked_last(mixed, stores, tmp_path, monkeypatch):
+    """A wrong mesh is not found only after terabytes were read; and `sizes` reads none of them,
+    but a row with an id outside the vocabulary still stops the run."""
+    shutil.copytree(stores[0].path, tmp_path / "dclm")
+    for file in (tmp_path / "dclm").glob("train-*.tokens.bin"):
+        file.write_bytes(b"\xff" * file.stat().st_size)
+    mixed.data.store = f"{tmp_path / 'dclm'},{stores[1].path}"
+    mixed.mesh.tensor = 3
+    refused(mixed, tmp_path / "run", ConfigError, "devices do not fill a mesh")
+    mixed.mesh.tensor = 1
+    refused(mixed, tmp_path / "run", StoreError, "tokens.bin: changed since it was written")
+    mixed.data.verify, mixed.stop_after = "sizes", 1
+    with pytest.raises(DataError, match="dclm: holds id 65535 .* the largest is 60"):
+        train(mixed, tmp_path / "run")
+
+
 def test_another_vocabulary_is_refused_by_name(mixed, whole, stores, tmp_path):
     other = make_store(tmp_path / "other", 1000, 1000, size=VOCAB + 1)
     mixed.data.store = f"{stores[0].path},{other.path}"

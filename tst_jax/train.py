@@ -90,8 +90,7 @@ def _check(config, workdir, title) -> _Run:
     except ImportError as error:  # gs://, s3:// need packages that others do without
         raise ConfigError(f"{workdir} cannot be reached: {error}") from None
     say = lambda text: hosts.is_first() and print(f"{title}: {text}", flush=True)
-    part = jax.process_index(), jax.process_count()
-    stores = corpus.open_stores(config.data, part, say)
+    stores = corpus.open_stores(config.data)
     entries = stores[0].vocab_size
     if not 0 <= config.model.vocab_size - entries <= MOST_PADDING:
         raise ConfigError(
@@ -118,6 +117,8 @@ def _check(config, workdir, title) -> _Run:
         found = hugging_face.check_import(config.init_from, config.model, tokens)
         if found:
             raise ConfigError("\n".join(found))
+    # Last, because it takes longest.
+    corpus.verify(config.data, (jax.process_index(), jax.process_count()), say)
     return _Run(config, workdir, stages, stores, streams, heldout, order, mesh, shapes, shardings)
 
 

@@ -17,25 +17,13 @@ from tst_jax.schedule import TSTConfig
 REPORT = "data_report.json"  # that `tst_jax.data_report` writes into a store's folder
 
 
-def open_stores(data: DataConfig, part: tuple[int, int], say: Callable[[str], None]) -> list[Store]:
-    """The stores of a run, verified as `data.verify` says.
+def open_stores(data: DataConfig) -> list[Store]:
+    """The stores of a run; their shards are not read yet, see `verify`.
 
-    Args:
-      part: (i, n): this is process i of n.
-      say: called with a line now and then, if it takes long.
     Raises:
       StoreError: one that does not open, or stores with different vocabularies.
     """
-    stores = []
-    for path in data.stores():
-        spoken = [time.monotonic()]
-
-        def progress(done, total, path=path, spoken=spoken):
-            if time.monotonic() - spoken[0] > 10:
-                spoken[0] = time.monotonic()
-                say(f"verifying {path}: {100 * done // total}% of {total / 1e9:.1f} GB")
-
-        stores.append(open_store(path, data.verify, part, progress))
+    stores = [open_store(path, verify="sizes") for path in data.stores()]
     first = stores[0]
     for store in stores[1:]:
         if store.vocabulary_sha256 != first.vocabulary_sha256:
@@ -44,6 +32,27 @@ def open_stores(data: DataConfig, part: tuple[int, int], say: Callable[[str], No
                 f"{first.vocabulary().describe()}; prepare both with one tokenizer"
             )
     return stores
+
+
+def verify(data: DataConfig, part: tuple[int, int], say: Callable[[str], None]) -> None:
+    """Checks every byte and id of the stores, as `data.verify` says; may take minutes.
+
+    Args:
+      part: (i, n): this is process i of n.
+      say: called with a line now and then, if it takes long.
+    Raises:
+      StoreError: what is damaged, by its file's name.
+    """
+    for path in data.stores():
+        spoken = time.monotonic()
+
+        def progress(done, total, path=path):
+            nonlocal spoken
+            if time.monotonic() - spoken > 10:
+                spoken = time.monotonic()
+                say(f"verifying {path}: {100 * done // total}% of {total / 1e9:.1f} GB")
+
+        open_store(path, data.verify, part, progress)
 
 
 def names(stores: list[Store]) -> list[str]:
