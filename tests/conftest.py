@@ -14,6 +14,14 @@ from tst_jax.schedule import ScheduleConfig, TSTConfig
 
 VOCAB = 61
 
+# Files of few and long tests: first, so that no process ends long after the other.
+LONG = ("sharding", "hosts", "launch_slurm", "train", "architectures", "kernels_sharded", "aot")
+
+
+def pytest_collection_modifyitems(items):
+    place = {f"test_{name}.py": number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.name, len(LONG)))
+
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory):

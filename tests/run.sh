@@ -27,4 +27,4 @@ fi
 # Many tests compile the same small programs; each is compiled once.
 export JAX_COMPILATION_CACHE_DIR="$root/.venv/compiled" JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 # Compiling is most of the time, and one process of it does not fill two cores.
-JAX_PLATFORMS=cpu "$PYTHON" -m pytest -n 2 --dist loadfile "$@"
+JAX_PLATFORMS=cpu "$PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
