@@ -75,7 +75,8 @@ def test_four_micro_batches_are_one_batch(model, phase, objective):
     config = dataclasses.replace(config, tst=dataclasses.replace(config.tst, objective=objective))
     whole, metrics = one_step(model, config, phase, 1, unequal_mask)
     found, others = one_step(model, config, phase, 4, unequal_mask)
-    np.testing.assert_allclose(found, whole, atol=2e-7, rtol=1e-5)
+    # Sums of float32 in another order; a mean of the parts' means is off by more than 0.3.
+    np.testing.assert_allclose(found, whole, atol=1e-6, rtol=1e-5)
     assert others.keys() == metrics.keys()
     for name in metrics:
         np.testing.assert_allclose(others[name], metrics[name], rtol=2e-6)
