@@ -130,6 +130,7 @@ def test_the_tokenizer_is_trained_without_the_heldout_text(corpus, bpe, tmp_path
     # A unit may go over its share by its last document.
     assert 0 < sum(map(len, seen)) < 40_000 + 4 * max(map(len, documents_of(corpus)))
     assert set(seen) < set(texts(found, "train"))
+    assert all(set(seen) & set(documents_of(corpus)[number::4]) for number in range(4))
     assert sorted(texts(found, "train") + texts(found, "heldout")) == documents_of(corpus)
     assert again.fingerprint == bpe.fingerprint
 
