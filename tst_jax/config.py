@@ -9,6 +9,7 @@ import dataclasses
 from tst_jax import schedule
 from tst_jax.data.settings import DataConfig
 from tst_jax.errors import UserError
+from tst_jax.guard import NumbersConfig
 from tst_jax.hosts import HostsConfig
 from tst_jax.kernels import dispatch
 from tst_jax.models.shapes import ModelConfig
@@ -36,6 +37,7 @@ class CheckpointConfig:
 
     every: int = 500  # steps; 0: only at the switch, at a stop and at the end
     keep: int = 2  # the last ones; checkpoints at a switch are always kept
+    keep_every: int = 0  # of a multiple of so many steps are kept for good, too; 0: none
 
 
 @dataclasses.dataclass
@@ -49,6 +51,7 @@ class Config:
     init_from: str = ""  # folder of a Hugging Face model to start from; "": random parameters
     micro_batches: int = 1  # parts of a step's rows, one after the other: less memory, same numbers
     loss_chunk: int = 1024  # positions whose logits exist at a time, on each device
+    debug_nans: bool = False  # look for the first step that is not finite; writes nothing
     kernels: str = "auto"  # of bag mean and loss: auto, xla, pallas, interpret (kernels/README.md)
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     tst: TSTConfig = dataclasses.field(default_factory=TSTConfig)
@@ -59,13 +62,14 @@ class Config:
     hosts: HostsConfig = dataclasses.field(default_factory=HostsConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    numbers: NumbersConfig = dataclasses.field(default_factory=NumbersConfig)
 
 
 HARMLESS = (
-    *("stop_after", "log_every", "micro_batches", "kernels"),
+    *("stop_after", "log_every", "micro_batches", "kernels", "debug_nans"),
     *("model.attention_backend", "model.remat"),
     *("data.store", "data.verify", "data.prefetch", "data.max_epochs"),
-    *("mesh", "hosts", "eval", "checkpoint"),
+    *("mesh", "hosts", "eval", "checkpoint", "numbers"),
 )
 
 
@@ -94,6 +98,7 @@ def problems(config: Config) -> list[str]:
         "eval.rows": 1,
         "checkpoint.every": 0,
         "checkpoint.keep": 1,
+        "checkpoint.keep_every": 0,
     }
     values = flatten(config)
     for name, least in at_least.items():
@@ -115,7 +120,7 @@ def problems(config: Config) -> list[str]:
             f"data.positions is {config.data.positions} and model.max_positions {longest}; learned "
             "positions end there"
         )
-    found += config.mesh.problems() + config.hosts.problems()
+    found += config.mesh.problems() + config.hosts.problems() + config.numbers.problems()
     if config.steps >= 1:
         found += config.schedule.problems(config.steps)
     if not found:
