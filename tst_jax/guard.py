@@ -7,7 +7,7 @@ POLICIES = ("stop", "skip")
 
 @dataclasses.dataclass
 class NumbersConfig:
-    """A loss or gradient that is not finite changes no parameter; then the run stops, or goes on."""
+    """A loss or gradient that is not finite changes no parameter; then the run stops or goes on."""
 
     nonfinite: str = "stop"  # stop; skip: the batch is left out, up to `skips` times
     skips: int = 10  # of the whole run
