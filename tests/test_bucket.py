@@ -13,8 +13,10 @@ from etils import epath
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tst_jax import metrics
+from tst_jax import workdir as workdir_lib
+from tst_jax.checkpoint import Checkpoints
 from tst_jax.config import ConfigError
-from tst_jax.train import _claim_workdir, train
+from tst_jax.train import train
 
 
 def test_a_workdir_in_a_bucket(make_config, store, monkeypatch):
@@ -26,13 +28,33 @@ def test_a_workdir_in_a_bucket(make_config, store, monkeypatch):
     fsspec.register_implementation("gcs", Bucket, clobber=True)
     monkeypatch.setattr(metrics.tensorboardX, "SummaryWriter", lambda *_, **__: mock.Mock())
     workdir, config = epath.Path("gs://bucket/run"), make_config(store)
-    _claim_workdir(config, workdir)
-    _claim_workdir(config, workdir)
+    with workdir_lib.claimed(workdir, print) as check_lock:
+        workdir_lib.write_config(workdir, config)
+        check_lock()
+    assert not (workdir / "lock").exists()
+    workdir_lib.check_place(workdir)
+    old = workdir_lib.saved_config(workdir)
+    assert workdir_lib.check_changes(old, config, frozenset(), 0, workdir) == []
     with pytest.raises(ConfigError, match="seed: 0 -> 1"):
-        _claim_workdir(dataclasses.replace(config, seed=1), workdir)
+        other = dataclasses.replace(config, seed=1)
+        workdir_lib.check_changes(old, other, frozenset(), 0, workdir)
     (epath.Path("gs://bucket/other") / "file").write_text("not ours")
     with pytest.raises(ConfigError, match="not empty"):
-        _claim_workdir(config, workdir.parent / "other")
+        workdir_lib.check_place(workdir.parent / "other")
+    for number in range(2):  # two processes, one after the other
+        events = workdir_lib.Events(workdir)
+        events.write("started", step=number)
+        events.close()
+    assert [event["step"] for event in workdir_lib.read_events(workdir)] == [0, 1]
+    # A checkpoint is there once its manifest is, which comes last.
+    for step, name in (4, "manifest.json"), (8, "state/d"), (12, "manifest.json"):
+        (workdir / "checkpoints" / str(step) / name).parent.mkdir(parents=True, exist_ok=True)
+        (workdir / "checkpoints" / str(step) / name).write_text("{}")
+    checkpoints = Checkpoints(workdir / "checkpoints", keep=1)
+    assert checkpoints.steps() == [4, 12]
+    checkpoints._expire()
+    assert checkpoints.steps() == [12]
+    assert (workdir / "checkpoints/8/state/d").exists()
     for first in 1, 3:  # a run of steps 1 .. 4, of which a resumed one keeps 2
         writer = metrics.Writer(workdir, first - 1)
         for step in range(first, first + 2):

@@ -1,21 +1,19 @@
-"""Proves `tst_jax.config` and `tst_jax.cli`: each wrong setting has its own line, before a run.
+"""Proves `tst_jax.config`: each wrong setting has its own line, before a run.
 
 A table of settings that cannot work and of the words that name them; all problems come at once; two
-configs that differ in harmless fields only train the same parameters; and the commands answer a
-mistake with status 2, one line and nothing written.
+configs that differ in harmless fields only train the same parameters. What the commands make of a
+mistake is in test_mistakes.py.
 """
 
 import dataclasses
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
+import numpy as np
 import pytest
 
 from tst_jax import config as config_lib
-from tst_jax.config import ConfigError
+from tst_jax import schedule
+from tst_jax.config import Config, ConfigError, ScheduleConfig
 
 NAN, INF = float("nan"), float("inf")
 
@@ -35,7 +33,7 @@ def change(config, **changes):
 # Settings, and what the one line about them says.
 WRONG = [
     (dict(seed=-1), ["seed is -1"]),
-    (dict(seed=2**32), ["seed is 4294967296", "below 2**32"]),
+    (dict(seed=2**32), ["seed is 4294967296", "0 .. 4294967295"]),
     (dict(steps=0), ["steps is 0", "at least 1"]),
     (dict(stop_after=-2), ["stop_after is -2"]),
     (dict(stop_after=0), ["stop_after is 0"]),
@@ -96,7 +94,7 @@ WRONG = [
     (dict(tst__fitted="-1,0.5,-1"), ["tst.fitted", "above 0"]),
     (dict(data__rows=0), ["data.rows is 0"]),
     (dict(data__positions=0), ["data.positions is 0"]),
-    (dict(optimizer__name="adamv"), ["optimizer", "'adamv'", "adamw"]),
+    (dict(optimizer__name="adamv"), ["optimizer", "'adamv'", "did you mean adam?"]),
     (dict(optimizer__options="eps"), ["optimizer.options is 'eps'"]),
     (dict(optimizer__options="momentum=0.9"), ["optimizer", "adamw takes no momentum"]),
     (dict(optimizer__b1=1.0), ["optimizer.b1 is 1.0"]),
@@ -111,13 +109,74 @@ WRONG = [
     (dict(schedule__warmup_steps=17), ["warmup and decay", "20 steps", "schedule.warmup_steps"]),
     (dict(mesh__data=0), ["mesh.data is 0"]),
     (dict(mesh__tensor=-2), ["mesh.tensor is -2"]),
-    (dict(mesh__fsdp=-1), ["mesh", "more than one -1"]),
+    (dict(mesh__fsdp=-1), ["mesh.data and mesh.fsdp are -1", "only one"]),
     (dict(eval__every=-1), ["eval.every is -1"]),
     (dict(eval__tokens=-1), ["eval.tokens is -1"]),
     (dict(eval__rows=0), ["eval.rows is 0"]),
     (dict(checkpoint__every=-1), ["checkpoint.every is -1"]),
     (dict(checkpoint__keep=0), ["checkpoint.keep is 0"]),
+    (dict(checkpoint__keep_every=5), ["checkpoint.keep_every is 5", "checkpoint.every 0"]),
+    (dict(checkpoint__every=4, checkpoint__keep_every=6), ["keep_every is 6", "multiple of every"]),
+    (dict(tst__ratio=0.01), ["tst.ratio is 0.01", "less than half a step", "tst.ratio=0"]),
+    (dict(tst__stages="8:0.01,4:0.01"), ["tst.stages is '8:0.01,4:0.01'", "less than half a step"]),
+    (dict(tst__ratio=0.0, tst__superposition_steps=5), ["tst.ratio is 0", "superposition_steps 5"]),
+    (dict(tst__ratio=0.0, tst__stages="8"), ["tst.stages is '8'"]),
+    (dict(tst__bag_size=65_537), ["tst.bag_size is 65537", "1 .. 65536"]),
+    (dict(data__prefetch=1001), ["data.prefetch is 1001", "0 .. 1000"]),
+    (dict(data__weights="1e999999999"), ["data.weights is '1e999999999'", "0.29,0.71"]),
+    (dict(data__rows_from="5:8000000000", data__rows=8), ["data.rows_from", "2147483647"]),
+    (dict(hosts__heartbeat_seconds=86_401), ["hosts.heartbeat_seconds is 86401", "1 .. 86400"]),
+    (dict(model__max_positions=8), ["model.max_positions is 8", "positions=rope", "0"]),
+    (dict(model__positions="learned"), ["model.max_positions is 0", "data.positions"]),
+    (dict(model__rope_theta=1e-45), ["model.rope_theta is 1e-45", "above 0"]),
+    (dict(model__experts=2), ["model.experts is 2", "experts_per_token 0"]),
+    (
+        dict(model__attention="linear", model__attention_backend="cudnn"),
+        ["model.attention_backend is 'cudnn'", "model.attention=linear", "auto"],
+    ),
+    (dict(optimizer__name="lbfgs"), ["optimizer.name is 'lbfgs'", "gradients alone", "adamw"]),
+    (
+        dict(
+            optimizer__name="dpsgd",
+            optimizer__options="l2_norm_clip=1.0,noise_multiplier=1.0,seed=0",
+        ),
+        ["optimizer.name is 'dpsgd'", "seed=0", "batch dimension"],
+    ),
+    (dict(optimizer__options="eps='x'"), ["optimizer.name is 'adamw'", "eps='x'"]),
+    (dict(optimizer__options="eps=1e999"), ["optimizer.options is 'eps=1e999'"]),
+    (dict(data__store="a\0b"), ["data.store is 'a\\x00b'", "printed"]),
+    (dict(init_from="a\nb"), ["init_from is 'a\\nb'", "printed"]),
+    (dict(steps=np.int64(20)), ["steps is", "(numpy.int64)", "type int"]),
+    (dict(tst__ratio=np.float32(0.5)), ["tst.ratio is", "(numpy.float32)", "type float"]),
+    (dict(seed=True), ["seed is True (bool)", "type int"]),
+    (dict(tst={"ratio": 0.3}), ["tst is {'ratio': 0.3} (dict)", "must be a TSTConfig"]),
+    (dict(mesh=ScheduleConfig()), ["mesh is", "tst_jax.schedule.ScheduleConfig", "a MeshConfig"]),
+    (dict(model=None), ["model is None (NoneType)", "must be a ModelConfig"]),
+    # A replaced value is nothing to complain about: by default the run has 1000 steps.
+    (dict(steps="20", stop_after=2000), ["steps is '20'"]),
+    (dict(steps=20.0, schedule__warmup_steps=999), ["steps is 20.0 (float)"]),
+    (dict(tst__bag_size="3", data__positions=9, tst__expand="batch"), ["tst.bag_size is '3'"]),
+    (dict(data__rows="8", micro_batches=3), ["data.rows is '8'"]),
 ]
+
+# Of each choice something near to it.
+CHOICES = {
+    "kernels": {"Pallas": "pallas"},
+    "model.norm": {"layernorm": "layer"},
+    "model.positions": {"ropes": "rope"},
+    "model.mlp": {"swi-glu": "swiglu"},
+    "model.attention": {"linar": "linear"},
+    "model.attention_backend": {"cuDNN": "cudnn"},
+    "model.dtype": {"float23": "float32"},
+    "model.remat": {"dot": "dots"},
+    "tst.mode": {"inputs": "input"},
+    "tst.objective": {"hing": "hinge"},
+    "tst.weights": {"exp_onential": "exponential"},
+    "tst.expand": {"lenght": "length"},
+    "data.packing": {"concatenate": "concat"},
+    "data.verify": {"share": "shared"},
+    "optimizer.name": {"adammw": "adamw"},
+}
 
 
 def test_settings_that_work_have_no_problem(config):
@@ -144,6 +203,77 @@ def test_a_wrong_setting_gives_its_own_line_and_no_other(config, changes, words)
     with pytest.raises(ConfigError) as caught:
         config_lib.validate(config)
     assert str(caught.value) == problem
+
+
+def put(config, name, value):
+    """`put(config, "tst.ratio", 0.5)`."""
+    return change(config, **{name.replace(".", "__"): value})
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_a_mistyped_choice_gets_a_near_one(config, name):
+    ((wrong, right),) = CHOICES[name].items()
+    (problem,) = config_lib.problems(put(config, name, wrong))
+    assert problem.startswith(f"{name} is {wrong!r}") and f"did you mean {right}?" in problem
+
+
+def test_no_number_is_too_odd_to_be_named(make_config, store):
+    """NaN and infinity for each float, numbers that no array could have for each integer."""
+    for name, value in config_lib.flatten(Config()).items():
+        odd = {float: [NAN, INF, -INF, 10**400], int: [2**40, -(2**40), 10**5000]}
+        for wrong in odd.get(type(value), []):
+            found = config_lib.problems(put(make_config(store), name, wrong))
+            # A second line may be about what does not go together with it.
+            assert found and all(name.rpartition(".")[2] in line for line in found), (name, found)
+            assert any(line.startswith(f"{name} ") for line in found), (name, found)
+            assert all("\n" not in line and len(line) < 300 for line in found)
+
+
+def test_an_attribute_that_is_no_setting_is_named(config):
+    config.tst.ration = 0.3
+    config.optimiser = "adam"
+    config.bag_size = 4
+    config.model.frobnicate = [1]
+    assert config_lib.problems(config) == [
+        "optimiser is no setting (it was set to 'adam'); did you mean optimizer?",
+        "bag_size is no setting (it was set to 4); did you mean tst.bag_size?",
+        "model.frobnicate is no setting (it was set to [1]); see tst_jax/config.py",
+        "tst.ration is no setting (it was set to 0.3); did you mean tst.ratio?",
+    ]
+
+
+@pytest.mark.parametrize("thing", [None, {}, ScheduleConfig()])
+def test_what_is_no_config_is_refused(thing):
+    (problem,) = config_lib.problems(thing)
+    assert type(thing).__name__ in problem and "tst_jax.config.Config" in problem
+
+
+def test_one_problem_hides_no_other(config):
+    """Wrong types, wrong classes, stages and what stands apart from them, all in one answer."""
+    change(config, seed="0", eval=None, tst__stages="8:0.1,3:0.1", mesh__data=0, model__heads=0)
+    config.data.stor = "x"
+    found = config_lib.problems(config)
+    for words in ("seed is '0'", "eval is None", "8 to 3", "mesh.data is 0", "model.heads is 0"):
+        assert sum(words in line for line in found) == 1, (words, found)
+    assert sum("data.stor is no setting" in line for line in found) == 1 and len(found) == 6
+
+
+def test_checking_changes_nothing(config):
+    config.tst, config.steps = None, "20"
+    before = repr(config)
+    assert len(config_lib.problems(config)) == 2
+    assert repr(config) == before
+
+
+def test_fractions_that_fill_the_run_fill_it_at_any_length():
+    """Rounding up both would make a schedule of 4 steps in a run of 3."""
+    for steps in range(1, 60):
+        for warmup in (0.0, 0.1, 0.25, 0.5, 0.9):
+            cfg = ScheduleConfig(warmup_fraction=warmup, decay_fraction=1 - warmup)
+            assert cfg.problems(steps) == []
+            first, last = schedule.warmup_and_decay(cfg, steps)
+            assert first + last <= steps and abs(last - (1 - warmup) * steps) <= 1
+    assert ScheduleConfig(warmup_fraction=0.6, decay_fraction=0.5).problems(20)
 
 
 def test_all_problems_come_at_once(config):
@@ -198,40 +328,3 @@ def test_a_field_of_another_version_is_a_difference(config):
     new["model"].pop("tied")
     want = ["model.tied: False -> (absent)", "tst.expand: (absent) -> length"]
     assert sorted(config_lib.differences(old, new)) == want
-
-
-# ---- the command line
-
-GOOD = "from tst_jax.config import Config\ndef get_config():\n    return Config()\n"
-FILES = {"good.py": GOOD, "other.py": "def get_config():\n    return {'steps': 3}\n"}
-MISTAKES = {  # arguments, and what the line says
-    "unknown field": (
-        ["--config=good.py", "--workdir=w", "--config.tst.ration=0.2"],
-        "unknown setting --config.tst.ration; did you mean --config.tst.ratio?",
-    ),
-    "wrong type": (["--config=good.py", "--workdir=w", "--config.steps=abc"], "--config.steps=abc"),
-    "no dashes": (["--config=good.py", "--workdir=w", "steps=3"], "unexpected argument 'steps=3'"),
-    "no config": (["--workdir=w"], "--config is missing"),
-    "no such file": (["--config=gone.py", "--workdir=w"], "gone.py"),
-    "no Config": (["--config=other.py", "--workdir=w"], "get_config() returned dict"),
-    "no workdir": (["--config=good.py"], "--workdir is missing"),
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_ends_with_status_2_one_line_and_nothing_written(tmp_path, name):
-    arguments, words = MISTAKES[name]
-    for file, text in FILES.items():
-        (tmp_path / file).write_text(text)
-    root = str(pathlib.Path(__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, "-B", "-m", "tst_jax.train", *arguments],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": root, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2, done.stderr
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: ") and words in line and done.stdout == ""
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES)

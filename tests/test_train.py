@@ -18,7 +18,7 @@ from tst_jax.data.order import Order
 from tst_jax.data.pipeline import Stream, batches, eval_batches
 from tst_jax.data.store import StoreError, open_store
 from tst_jax.data.store_writer import write_store
-from tst_jax.run_log import TrainingError
+from tst_jax.guard import TrainingError
 from tst_jax.train import train
 from tst_jax.train_step import at_switch, init_state, key_data, make_train_step, state_shardings
 
@@ -56,7 +56,7 @@ def whole(request, tmp_path_factory):
     return config, workdir, *final_state(config, workdir)
 
 
-@pytest.mark.parametrize("stop", [SWITCH - 1, SWITCH, SWITCH + 1, 10])
+@pytest.mark.parametrize("stop", range(SWITCH - 2, SWITCH + 3))
 def test_resume_gives_the_same_bits(whole, tmp_path, stop):
     """2N steps = N + resume + N, and a stop around the switch changes nothing (rules 14, 16)."""
     config, workdir, state, record = whole

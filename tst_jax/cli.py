@@ -1,36 +1,40 @@
 """Command lines: a config file with overrides, checked arguments, and errors in one line."""
 
+import dataclasses
 import difflib
+import importlib.machinery
+import importlib.util
+import inspect
+import pathlib
+import re
 import sys
+import traceback
 
 from absl import flags
 from ml_collections import config_flags
 
+from tst_jax import checks, hosts
 from tst_jax import config as config_lib
 from tst_jax.errors import Preempted, UserError
+
+_WORDS = {  # what a setting or option of a type is given
+    "int": "a whole number, e.g. 1000",
+    "float": "a number, e.g. 0.3 or 1e-3",
+    "bool": "true or false",
+}
 
 
 def define_config():
     """`--config=FILE.py` and `--config.field=value` overrides of it."""
-    return config_flags.DEFINE_config_file(
+    return flags.DEFINE_string(
         "config", None, "Python file with get_config() -> Config, e.g. configs/quickstart.py"
     )
 
 
 def read_config(holder) -> config_lib.Config:
     """The config behind `define_config()`'s flag, overrides applied."""
-    if not holder.present:
+    if holder.value is None:
         raise UserError("--config is missing; give a config file, e.g. configs/quickstart.py")
-    try:
-        getattr(holder.value, "seed", None)  # a file that failed to load raises here, and says why
-    except OSError as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise UserError(f"--config: {lines[0]} {lines[-1]}") from None
-    if not isinstance(holder.value, config_lib.Config):
-        raise UserError(
-            f"--config: get_config() returned {type(holder.value).__name__}; it must return a "
-            "tst_jax.config.Config"
-        )
     return holder.value
 
 
@@ -46,19 +50,25 @@ def run(main, doc: str) -> None:
         print(_help(doc))
         return
     try:
-        left = _parse(sys.argv)
-        if left:
-            raise UserError(
-                f"unexpected argument {left[0]!r}; options are written --name=value, with dashes"
-            )
+        _parse(sys.argv)
         main()
     except UserError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         sys.exit(2)
+    except OSError as error:  # a folder that cannot be made, a full disk
+        if not error.filename:
+            raise
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        sys.exit(2)
+    except RuntimeError as error:  # of JAX_PLATFORMS, mostly
+        if "nitialize backend" not in str(error):
+            raise
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
     except Preempted as stop:
         print(stop, file=sys.stderr)
-        sys.exit(Preempted.STATUS)
+        hosts.leave(Preempted.STATUS)
     except KeyboardInterrupt:
         sys.exit("interrupted; the same command resumes from the last checkpoint")
 
@@ -77,28 +87,226 @@ def _help(doc: str) -> str:
     return "\n".join(lines)
 
 
-def _parse(argv):
+# ---- arguments
+
+
+def _parse(argv: list[str]) -> None:
+    """Sets the flags. UserError with a line for each argument that cannot be.
+
+    Where arguments are wrong the settings of the others are checked too: all comes at once.
+    """
     try:
-        return flags.FLAGS(argv)[1:]
-    except flags.UnrecognizedFlagError as error:
-        near = difflib.get_close_matches(error.flagname, list(flags.FLAGS), 1)
-        hint = f"; did you mean --{near[0]}?" if near else "; --help lists what there is"
-        raise UserError(f"unknown option --{error.flagname}{hint}") from None
+        argv = flags.FLAGS.read_flags_from_files(argv, force_gnu=True)
     except flags.Error as error:
-        # A config file that raises has its whole traceback in here; its own words end it.
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise UserError(" ".join(dict.fromkeys((lines[0], lines[-1])))) from None
-    except (KeyError, IndexError, AttributeError) as error:
-        raise UserError(_unknown_field(argv, error)) from None
+        raise UserError(f"--flagfile: {' '.join(str(error).split())}") from None
+    found, options, overrides, given = [], [], {}, {}
+    for name, value in _split(argv[1:], found):
+        line, several = _problem(name, value), _several(name)
+        if line is None and given.setdefault(name, value) != value and not several:
+            line = f"--{name} is given twice, as {given[name]} and as {value}; give it once"
+        if line:
+            found.append(line)
+        elif name.startswith("config."):
+            overrides[name] = value
+        elif name != "config":
+            options.append(f"--{name}={value}")
+    config = None
+    if "config" in flags.FLAGS and given.get("config"):
+        try:
+            config = _override(load_config(given["config"]), overrides)
+            found += config_lib.problems(config) if found else []
+        except UserError as error:
+            found.insert(0, str(error))
+    if found:
+        raise UserError("\n".join(found))
+    try:
+        flags.FLAGS([argv[0], *options])
+    except flags.Error as error:
+        raise UserError(" ".join(str(error).split())) from None
+    if config is not None:
+        flags.FLAGS["config"].value = config
 
 
-def _unknown_field(argv, error) -> str:
-    """ml_collections ends in a raw KeyError for a field that does not exist; find which it was."""
-    known = [f"config.{name}" for name in config_lib.flatten(config_lib.Config())]
-    for argument in argv[1:]:
-        name = argument.lstrip("-").split("=")[0]
-        if name.startswith("config.") and name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean --{near[0]}?" if near else "; see tst_jax/config.py"
-            return f"unknown setting --{name}{hint}"
-    return f"the command line cannot be read: {error}"
+def _split(arguments: list[str], found: list[str]):
+    """(name, value) of each argument `--name=value`, `--name value`, `--name` or `--noname`."""
+    left = list(arguments)
+    while left:
+        argument = left.pop(0)
+        if not re.match(r"--?[A-Za-z]", argument):
+            found.append(
+                f"unexpected argument {argument!r}; options are written --name=value, with dashes"
+            )
+            continue
+        name, equals, value = argument.lstrip("-").partition("=")
+        if not equals:
+            if _kind(name) == "bool":
+                value = "true"
+            elif name.startswith("no") and _kind(name[2:]) == "bool":
+                name, value = name[2:], "false"
+            elif _kind(name) and left and not left[0].startswith("--"):
+                value = left.pop(0)
+            elif _kind(name):
+                what = "a config file" if name == "config" else "a value"
+                found.append(f"--{name} has no value; write --{name}=... with {what}")
+                continue
+        yield name, value
+
+
+def _kind(name: str) -> str | None:
+    """The type of an option or setting by its name, None for one that does not exist."""
+    if name.startswith("config.") and "config" in flags.FLAGS:
+        default = config_lib.flatten(config_lib.Config()).get(name.removeprefix("config."))
+        return None if default is None else type(default).__name__
+    if name not in flags.FLAGS:
+        return None
+    kind = flags.FLAGS[name].flag_type()
+    return {"int": "int", "float": "float", "bool": "bool"}.get(kind, "str")
+
+
+def _several(name: str) -> bool:
+    """Whether an option may be given more than once."""
+    return name in flags.FLAGS and isinstance(flags.FLAGS[name], flags.MultiFlag)
+
+
+def _problem(name: str, value: str) -> str | None:
+    """A line if there is no such option, or it does not take the value."""
+    kind = _kind(name)
+    settings, setting = list(config_lib.flatten(config_lib.Config())), name.removeprefix("config.")
+    if kind is None and name != setting and "config" in flags.FLAGS:
+        inside = [known for known in settings if known.startswith(f"{setting}.")]
+        if inside:
+            example = f"--config.{inside[0]}=VALUE"
+            return f"--{name} is a group of settings; give one of them, e.g. {example}"
+        hint = checks.did_you_mean(setting, settings, "; see tst_jax/config.py", "--config.")
+        return f"unknown setting --{name}{hint}"
+    if kind is None:
+        known = [flag.name for flag in flags.FLAGS.get_flags_for_module(sys.argv[0])]
+        hint = checks.did_you_mean(name, known, "", "--")
+        if not hint and "config" in flags.FLAGS:  # --steps for --config.steps
+            ends = [known for known in settings if known.rpartition(".")[2] == name]
+            hint = f"; did you mean --config.{ends[0]}?" if ends else ""
+        return f"unknown option --{name}{hint or '; --help lists what there is'}"
+    if name == "config" and not value:
+        return "--config is empty; give a config file, e.g. configs/quickstart.py"
+    if kind == "str":
+        return None
+    parser = {"int": flags.IntegerParser, "float": flags.FloatParser, "bool": flags.BooleanParser}
+    try:
+        parser[kind]().parse(value)
+    except (TypeError, ValueError):
+        shown = "empty" if not value else checks.show(value)
+        return f"--{name} is {shown}; give {_WORDS[kind]}"
+    return None
+
+
+def _override(config, overrides: dict[str, str]) -> config_lib.Config:
+    """The config with settings as on the command line.
+
+    Args:
+      overrides: "config.tst.ratio" -> text, each a setting with text of its type.
+    """
+    template, arguments = config_lib.Config(), [""]
+    for name, text in overrides.items():
+        part, wanted = config, template
+        for field in name.split(".")[1:-1]:
+            part, wanted = getattr(part, field, None), getattr(wanted, field)
+        if type(part) is type(wanted):  # else `config.problems` says what is there instead
+            arguments.append(f"--{name}={text}")
+    values = flags.FlagValues()
+    try:
+        holder = config_flags.DEFINE_config_dataclass(
+            "config", config, flag_values=values, sys_argv=arguments
+        )
+        values(arguments)
+    except flags.Error:  # an attribute that cannot even be copied, so it is no setting
+        raise UserError("\n".join(config_lib.problems(config))) from None
+    return holder.value
+
+
+# ---- config files
+
+
+_MODULE = "tst_jax_config_file"
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Leaves no __pycache__ beside a config file."""
+
+    def set_data(self, *_, **__):
+        pass
+
+
+def load_config(text: str) -> config_lib.Config:
+    """The config of `FILE.py`, or of `FILE.py:NAME`, whose get_config() is then given NAME.
+
+    Raises:
+      UserError: one line, with the file and where known the line in it.
+    """
+    name, colon, arm = text.partition(":")
+    file = pathlib.Path(name)
+    if file.is_dir():
+        raise UserError(f"--config: {name} is a folder; give a .py file in it")
+    if not file.exists():
+        others = [str(path) for path in file.parent.glob("*.py")] if file.parent.is_dir() else []
+        found = difflib.get_close_matches(name, others, 1)
+        hint = f"; did you mean {found[0]}?" if found else "; give a Python file with get_config()"
+        raise UserError(f"--config: {name} does not exist{hint}")
+    if file.suffix != ".py":
+        raise UserError(f"--config: {name} is no .py file; give a Python file with get_config()")
+    spec = importlib.util.spec_from_loader(_MODULE, _Loader(_MODULE, name))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look for their module
+    try:
+        spec.loader.exec_module(module)
+        make = getattr(module, "get_config", None)
+        if not callable(make):
+            raise UserError(f"--config: {name} has no function get_config()")
+        try:
+            inspect.signature(make).bind(*([arm] if colon else []))
+        except TypeError:
+            how = "takes no NAME: write" if colon else "takes one argument: write"
+            wanted = name if colon else f"{name}:NAME"
+            raise UserError(f"--config={text}: get_config() {how} --config={wanted}") from None
+        config = make(*([arm] if colon else []))
+    except UserError as error:
+        said = " ".join(str(error).split())
+        raise UserError(said if said.startswith("--config") else f"--config: {said}") from None
+    except (Exception, SystemExit) as error:
+        raise UserError(_told(error, name, module)) from None
+    if not isinstance(config, config_lib.Config):
+        what = "None (is `return` missing?)" if config is None else type(config).__name__
+        raise UserError(
+            f"--config: get_config() of {name} returned {what}; it must return a "
+            "tst_jax.config.Config"
+        )
+    return config
+
+
+def _told(error: BaseException, name: str, module) -> str:
+    """File, line, and what a config file raised, with a near name for what it misspelt."""
+    text, line = " ".join(str(error).split()), None
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_filename == name:
+            line = number
+    if isinstance(error, SyntaxError):
+        text, line = error.msg, error.lineno if error.filename == name else line
+    hint = ""
+    keyword = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", text)
+    missing = re.fullmatch(r"cannot import name '(\w+)' from '([\w.]+)' .*", text)
+    if keyword:
+        kinds = [type(part) for part in vars(config_lib.Config()).values()]
+        kind = {kind.__name__: kind for kind in (*kinds, config_lib.Config)}.get(keyword[1])
+        known = [field.name for field in dataclasses.fields(kind)] if kind in kinds else []
+        if kind is config_lib.Config:
+            known = [*config_lib.flatten(kind()), *vars(kind())]
+        text = text.partition(". Did you mean")[0]
+        hint = checks.did_you_mean(keyword[2], known)
+    elif missing:
+        hint = checks.did_you_mean(missing[1], dir(sys.modules.get(missing[2])))
+        text = text.partition(" (")[0]
+    elif isinstance(error, NameError) and error.name:
+        hint = checks.did_you_mean(error.name, vars(module))
+    elif isinstance(error, AttributeError) and error.name:
+        hint = checks.did_you_mean(error.name, dir(error.obj))
+    where = f"{name}, line {line}" if line else name
+    return f"--config: {where}: {type(error).__name__}: {text}{hint}"

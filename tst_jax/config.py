@@ -5,8 +5,9 @@ Each part of `Config` is defined beside the code that it configures. A run is a 
 """
 
 import dataclasses
+import re
 
-from tst_jax import schedule
+from tst_jax import checks, schedule
 from tst_jax.data.settings import DataConfig
 from tst_jax.errors import UserError
 from tst_jax.guard import NumbersConfig
@@ -64,6 +65,13 @@ class Config:
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     numbers: NumbersConfig = dataclasses.field(default_factory=NumbersConfig)
 
+    @property
+    def last(self) -> int:
+        """The step to end at: `stop_after`, if it is set."""
+        return self.steps if self.stop_after < 0 else self.stop_after
+
+
+LARGEST = 2**31 - 1  # of an integer setting: steps, rows and sizes are int32 on the devices
 
 HARMLESS = (
     *("stop_after", "log_every", "micro_batches", "kernels", "debug_nans"),
@@ -81,18 +89,74 @@ def stages(config: Config) -> list[schedule.Stage]:
 
 def problems(config: Config) -> list[str]:
     """One line for each setting that cannot work, by itself or beside the others."""
-    found = _wrong_types(config)
-    if found:
-        return found
+    if not isinstance(config, Config):
+        return [f"the config is a {type(config).__name__}; it must be a tst_jax.config.Config"]
+    found, replaced = [], set()
+    config = _sound(config, Config(), "", found, replaced)
+    lines = _by_itself(config) + _beside_others(config, replaced)
+    # What stands in for a setting that is not even of its type is nothing to complain about.
+    lines = [line for line in lines if not any(_mentions(line, name) for name in replaced)]
+    return found + list(dict.fromkeys(lines))
+
+
+def _sound(part, wanted, path: str, found: list[str], replaced: set[str]):
+    """A copy of `part` with the values of `wanted` in place of those that are not of their type.
+
+    Args:
+      path: in front of the fields' names, "tst.".
+      found: takes a line for each of them, and for each attribute that is no field.
+      replaced: takes their names.
+    """
+    names = [field.name for field in dataclasses.fields(wanted)]
+    for name, value in vars(part).items():
+        if name not in names:
+            hint = checks.did_you_mean(name, names, before=path) or checks.did_you_mean(
+                name, flatten(Config()), "; see tst_jax/config.py"
+            )
+            found.append(f"{path}{name} is no setting (it was set to {checks.show(value)}){hint}")
+    values = {}
+    for name in names:
+        value, default = getattr(part, name, None), getattr(wanted, name)
+        whole, kind = f"{path}{name}", type(default)
+        most = LARGEST if kind is int else checks.HUGE
+        if dataclasses.is_dataclass(default) and type(value) is kind:
+            value = _sound(value, default, f"{whole}.", found, replaced)
+        elif type(value) is not kind and not (kind is float and type(value) is int):
+            article = "a" if dataclasses.is_dataclass(default) else "of type"
+            has = f"{checks.show(value)} ({_kind(value)})"
+            found.append(f"{whole} is {has}; it must be {article} {kind.__name__}")
+            replaced.add(whole)
+            value = default
+        elif kind is str and not value.isprintable():
+            found.append(f"{whole} is {checks.show(value)}; it must be text that can be printed")
+            replaced.add(whole)
+            value = default
+        elif type(value) is int and whole != "seed" and abs(value) > most:
+            limit = f"{'at most ' if value > 0 else 'at least -'}{most:.10g}"
+            found.append(f"{whole} is {checks.show(value)}; it must be {limit}")
+            replaced.add(whole)
+            value = default
+        values[name] = value
+    return type(wanted)(**values)
+
+
+def _kind(value) -> str:
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
+def _mentions(line: str, name: str) -> bool:
+    """Whether a line is about a setting, or about one inside it."""
+    return re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", line) is not None
+
+
+def _by_itself(config: Config) -> list[str]:
+    """Lines for settings that are out of their own range."""
     at_least = {
-        "seed": 0,
         "steps": 1,
         "log_every": 1,
         "micro_batches": 1,
         "loss_chunk": 1,
-        "data.rows": 1,
-        "data.positions": 1,
-        "data.prefetch": 0,
         "eval.every": 0,
         "eval.tokens": 0,
         "eval.rows": 1,
@@ -101,48 +165,77 @@ def problems(config: Config) -> list[str]:
         "checkpoint.keep_every": 0,
     }
     values = flatten(config)
+    found = checks.whole("seed", config.seed, 0, 2**32 - 1)
     for name, least in at_least.items():
-        if values[name] < least:
-            found.append(f"{name} is {values[name]}; it must be at least {least}")
-    if config.seed >= 2**32:
-        found.append(f"seed is {config.seed}; it must be below 2**32")
-    if config.stop_after != -1 and not 1 <= config.stop_after <= config.steps:
-        found.append(
-            f"stop_after is {config.stop_after}; give a step of 1 .. {config.steps} (steps), or -1"
-        )
-    if config.kernels not in dispatch.CHOICES:
-        found.append(f"kernels is {config.kernels!r}; choose one of {', '.join(dispatch.CHOICES)}")
-    found += config.data.problems()
-    found += config.model.problems() + config.tst.problems() + config.optimizer.problems()
-    longest = config.model.max_positions
-    if config.model.positions == "learned" and config.data.positions > longest > 0:
-        found.append(
-            f"data.positions is {config.data.positions} and model.max_positions {longest}; learned "
-            "positions end there"
-        )
-    found += config.mesh.problems() + config.hosts.problems() + config.numbers.problems()
-    if config.steps >= 1:
-        found += config.schedule.problems(config.steps)
-    if not found:
-        try:
-            for stage in stages(config):
-                if stage.rows % config.micro_batches:
-                    raise ValueError(
-                        f"a step of {stage.phase} has {stage.rows} rows, no multiple of "
-                        f"micro_batches {config.micro_batches}; change data.rows, data.rows_from "
-                        "or micro_batches"
-                    )
-        except ValueError as error:
-            found.append(str(error))
+        found += checks.whole(name, values[name], least)
+    found += checks.choice("kernels", config.kernels, dispatch.CHOICES)
+    parts = (config.data, config.model, config.tst, config.optimizer, config.mesh, config.hosts)
+    for part in (*parts, config.numbers):
+        found += part.problems()
     return found
 
 
-def _wrong_types(config: Config) -> list[str]:
-    found = []
-    for name, default in flatten(Config()).items():
-        value, wanted = flatten(config).get(name), type(default)
-        if type(value) is not wanted and not (wanted is float and type(value) is int):
-            found.append(f"{name} is {value!r}; it must be of type {wanted.__name__}")
+def _beside_others(config: Config, replaced: set[str]) -> list[str]:
+    """Lines for settings that do not go together.
+
+    Args:
+      replaced: names of settings whose values are not the user's.
+    """
+    found, steps, data, tst = [], config.steps, config.data, config.tst
+    if steps >= 1:
+        found += config.schedule.problems(steps)
+        if config.stop_after != -1 and not 1 <= config.stop_after <= steps:
+            found.append(
+                f"stop_after is {config.stop_after}; give a step of 1 .. {steps} (steps), or -1"
+            )
+    elif config.stop_after < -1:
+        found.append(f"stop_after is {config.stop_after}; give a step, or -1")
+    longest = config.model.max_positions
+    if config.model.positions == "learned" and data.positions > longest > 0:
+        found.append(
+            f"data.positions is {data.positions} and model.max_positions {longest}; learned "
+            "positions end there"
+        )
+    every, kept = config.checkpoint.every, config.checkpoint.keep_every
+    if kept > 0 and every >= 0 and (every == 0 or kept % every):
+        found.append(
+            f"checkpoint.keep_every is {kept} and checkpoint.every {every}; of what is saved, none "
+            "or not each would be kept: make keep_every a multiple of every, or 0"
+        )
+    if tst.ratio == 0 and tst.superposition_steps > 0:
+        found.append(
+            f"tst.ratio is 0 (the baseline) and tst.superposition_steps {tst.superposition_steps}; "
+            "set tst.superposition_steps to -1, or tst.ratio above 0"
+        )
+    # Stages can be made of settings that are each in their range.
+    shape = (steps, data.rows, data.positions)
+    theirs = ("steps", "data.rows", "data.rows_from", "data.positions")
+    given = not any(name.startswith("tst") or name in (*theirs, "data") for name in replaced)
+    if given and not tst.problems() and all(size >= 1 for size in shape):
+        found += _stage_problems(config)
+    return found
+
+
+def _stage_problems(config: Config) -> list[str]:
+    try:
+        made = stages(config)
+    except ValueError as error:
+        return [str(error)]
+    found, tst, parts = [], config.tst, config.micro_batches
+    asked = tst.ratio > 0 and tst.superposition_steps < 0
+    bags = [bag for bag, _ in schedule.parse_stages(tst.stages)] if tst.stages else [tst.bag_size]
+    if asked and max(bags) > 1 and all(stage.bag_size == 1 for stage in made):
+        what = f"tst.stages is {tst.stages!r}" if tst.stages else f"tst.ratio is {tst.ratio}"
+        found.append(
+            f"{what} and steps {config.steps}: less than half a step would be superposed; raise "
+            "either, or set tst.ratio=0 for the baseline"
+        )
+    uneven = [stage for stage in made if parts >= 1 and stage.rows % parts]
+    if uneven:
+        found.append(
+            f"a step of {uneven[0].phase} has {uneven[0].rows} rows, no multiple of micro_batches "
+            f"{parts}; change data.rows, data.rows_from or micro_batches"
+        )
     return found
 
 

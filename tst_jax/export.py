@@ -45,7 +45,7 @@ def export(workdir, out, store=None, dtype: str = "float32", force: bool = False
     shapes = jax.eval_shape(lambda key: Transformer(cfg, key), jax.random.key(0))
     folder = pathlib.Path(workdir) / "checkpoints"
     with Checkpoints(folder, read_only=True) as checkpoints:
-        step = checkpoints.last()
+        step = checkpoints.newest()
         record = checkpoints.record(step)
         text = warning(record)
         if text and not force:

@@ -35,7 +35,7 @@ def load_model(workdir) -> tuple[Transformer, dict]:
     shardings = sharding.param_shardings(shapes, mesh)
     folder = pathlib.Path(workdir) / "checkpoints"
     with Checkpoints(folder, read_only=True) as checkpoints:
-        step = checkpoints.last()
+        step = checkpoints.newest()
         params = checkpoints.restore(step, shapes, shardings, prefix="params")
         return params, checkpoints.record(step)
 

@@ -4,17 +4,22 @@ All of them run the same program on the same settings. What only one may do (wri
 first does, and what one of them finds wrong ends all of them.
 """
 
+import concurrent.futures
 import dataclasses
 import os
 import signal
+import sys
 import threading
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from tst_jax.errors import UserError
+from tst_jax import checks
+from tst_jax.errors import Preempted, UserError
 
+_POLL_SECONDS = 0.2
+_DAY = 86_400  # seconds
 _LONGEST = 4096  # bytes of a message that processes exchange
 
 
@@ -26,10 +31,7 @@ class HostsConfig:
 
     def problems(self) -> list[str]:
         """One line for each setting that cannot work."""
-        if self.heartbeat_seconds >= 1:
-            return []
-        found = self.heartbeat_seconds
-        return [f"hosts.heartbeat_seconds is {found}; give a time of at least 1"]
+        return checks.whole("hosts.heartbeat_seconds", self.heartbeat_seconds, 1, _DAY)
 
 
 def initialize(cfg: HostsConfig) -> None:
@@ -60,6 +62,15 @@ def initialize(cfg: HostsConfig) -> None:
         ) from None
 
 
+def leave(status: int):
+    """Ends this process now, whatever its threads still do: one that compiles cannot be stopped."""
+    if jax.distributed.is_initialized():
+        jax.distributed.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 def copies_problem() -> str | None:
     """One line if this process is one of several that do not know of each other."""
     for name in ("JAX_NUM_PROCESSES", "SLURM_STEP_NUM_TASKS"):
@@ -87,7 +98,7 @@ def together(function):
         if error:
             raise error
         return result
-    texts = _exchange(f"{type(error).__name__}: {error}" if error else "")
+    texts = gathered(f"{type(error).__name__}: {error}" if error else "")
     if error:
         raise error
     for number, text in enumerate(texts):
@@ -108,7 +119,10 @@ def agreed(number: int) -> int:
     return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
-def _exchange(text: str) -> list[str]:
+def gathered(text: str) -> list[str]:
+    """The text of each process, cut at 4,096 bytes, in all of them."""
+    if jax.process_count() == 1:
+        return [text]
     data = text.encode()[:_LONGEST]
     padded = np.zeros(_LONGEST, np.uint8)
     padded[: len(data)] = np.frombuffer(data, np.uint8)
@@ -117,33 +131,63 @@ def _exchange(text: str) -> list[str]:
 
 
 class Preemption:
-    """Tells all processes, at one and the same step, that one of them is to end (SIGTERM).
+    """Tells all processes, at one and the same moment, that one of them is to end (SIGTERM).
 
     In a run of one process without `--distributed` this is a signal handler. Otherwise jax's
-    preemption service catches the signal, and its sync point picks a step that no process has
-    passed yet.
+    preemption service catches the signal, and its sync point picks a moment that no process has
+    passed yet. Moments are counted: all processes ask equally often.
     """
 
     def __init__(self):
-        self._received = False
+        self._received = threading.Event()
         self._before = None
+        self._asked = 0
         # jax's service exists exactly where processes have joined, one or more.
         self._service = jax.distributed.is_initialized()
 
     def __enter__(self):
         if not self._service and threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._receive)
+            self._before = signal.signal(signal.SIGTERM, lambda *_: self._received.set())
         return self
 
     def __exit__(self, *error):
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
 
-    def _receive(self, *_):
-        self._received = True
-
-    def reached(self, step: int) -> bool:
-        """Whether to save and stop now. Call it once for each step, in rising order."""
+    def reached(self) -> bool:
+        """Whether to end now. All processes call it at the same places of the program."""
+        self._asked += 1
         if self._service:
-            return multihost_utils.reached_preemption_sync_point(step)
-        return self._received
+            return multihost_utils.reached_preemption_sync_point(self._asked)
+        return self._received.is_set()
+
+    def check(self) -> None:
+        """Raises Preempted where `reached` is true: for places where nothing is to be saved."""
+        if self.reached():
+            raise Preempted("told to end, with nothing new to save; the same command goes on")
+
+    def watch(self, function):
+        """`function()`, which may take minutes and talks to no other process.
+
+        Raises:
+          Preempted: told to end meanwhile; `function` is left to itself in a thread that ends with
+            the process.
+        """
+        outcome = concurrent.futures.Future()
+
+        def call():
+            try:
+                outcome.set_result(function())
+            except BaseException as error:
+                outcome.set_exception(error)
+
+        threading.Thread(target=call, daemon=True).start()
+        together = jax.process_count() > 1
+        while True:
+            concurrent.futures.wait([outcome], _POLL_SECONDS)
+            done = outcome.done()
+            if together:  # nobody leaves before all are done, so that all ask equally often
+                done = bool(np.all(multihost_utils.process_allgather(np.int32(done))))
+            if done:
+                return outcome.result()
+            self.check()

@@ -26,7 +26,7 @@ class Writer:
             return
         workdir = epath.Path(workdir)
         kept = [line for line in read_metrics(workdir) if line["step"] <= resume_step]
-        self._file = _Appended(workdir / "metrics.jsonl", [json.dumps(line) for line in kept])
+        self._file = Appended(workdir / "metrics.jsonl", [json.dumps(line) for line in kept])
         self._events = tensorboardX.SummaryWriter(
             str(workdir / "tensorboard"), purge_step=resume_step + 1
         )
@@ -51,7 +51,7 @@ class Writer:
             self._events.close()
 
 
-class _Appended:
+class Appended:
     """A text file that begins with `lines` and grows; whole at any time.
 
     A bucket cannot append: there it is written anew, every 30 seconds and whenever it is flushed.

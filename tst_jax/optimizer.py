@@ -5,13 +5,20 @@ counts in the optimizer's state, and that count would restart where a run resets
 """
 
 import ast
+import contextlib
 import dataclasses
+import functools
 import inspect
 
 import jax
+import numpy as np
 import optax
 import optax.contrib
 from flax import nnx
+
+from tst_jax import checks
+
+_TRY = "try adamw, adam, lion, sgd, muon, adafactor or lamb"
 
 
 @dataclasses.dataclass
@@ -27,20 +34,58 @@ class OptimizerConfig:
 
     def problems(self) -> list[str]:
         """One line for each setting that makes no optimizer."""
-        found = []
-        if not 0 <= self.clip < float("inf"):
-            found.append(f"optimizer.clip is {self.clip}; give a norm, or 0 for no clipping")
-        if not 0 <= self.weight_decay < float("inf"):
-            found.append(f"optimizer.weight_decay is {self.weight_decay}; it must not be negative")
+        found = checks.real("optimizer.clip", self.clip, hint=" (0: no clipping)")
+        found += checks.real("optimizer.weight_decay", self.weight_decay)
         for name in ("b1", "b2"):
             if not 0 <= getattr(self, name) < 1:
-                found.append(f"optimizer.{name} is {getattr(self, name)}; it must lie in 0 .. 1")
-        try:
-            make_optimizer(self, 1e-3)
-        except (ValueError, TypeError) as error:
-            text = str(error).splitlines()[0]
-            found.append(text if text.startswith("optimizer.") else f"optimizer.options: {text}")
-        return found
+                value = checks.show(getattr(self, name))
+                found.append(f"optimizer.{name} is {value}; it must lie in 0 .. 1, below 1")
+        # Name and options are tried beside numbers that are right.
+        tried = OptimizerConfig(name=self.name, options=self.options) if found else self
+        return found + _trial(*dataclasses.astuple(tried))
+
+
+@functools.lru_cache  # a config is checked several times, and tracing a step takes a while
+def _trial(*settings) -> list[str]:
+    """A line if no step can be taken with an OptimizerConfig of `settings`; nothing is computed."""
+    cfg = OptimizerConfig(*settings)
+
+    def step(matrix, vector):
+        axes = {"axes": ("embed", "mlp"), "inputs": 1, "batched": 0}
+        params = nnx.Param(matrix, **axes), nnx.Param(vector, axes=("mlp",), inputs=None)
+        optimizer = make_optimizer(cfg, 1e-3)
+        return optimizer.update(params, optimizer.init(params), params)
+
+    try:
+        make_optimizer(cfg, 1e-3)
+    except (ValueError, TypeError) as error:
+        text = str(error).splitlines()[0]
+        return [text if text.startswith("optimizer.") else f"optimizer.options: {text}"]
+    try:
+        shapes = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((2, 3), (5,))]
+        jax.eval_shape(step, *shapes)
+    except Exception as error:  # whatever someone else's optimizer raises
+        text = (str(error).splitlines() or [type(error).__name__])[0]
+        with_options = f" with optimizer.options {cfg.options!r}" if cfg.options else ""
+        return [
+            f"optimizer.name is {cfg.name!r}{with_options}: no step can be taken with it from "
+            f"gradients alone ({text}); {_TRY}"
+        ]
+    return []
+
+
+def _names() -> list[str]:
+    """Of the functions of optax and optax.contrib that take a learning rate."""
+    found = []
+    for module in (optax, optax.contrib):
+        for name in dir(module):
+            with contextlib.suppress(
+                TypeError, ValueError
+            ):  # no function, or one without signature
+                parameters = inspect.signature(getattr(module, name)).parameters
+                if name[0] != "_" and "learning_rate" in parameters:
+                    found.append(name)
+    return found
 
 
 def _map_params(function, params):
@@ -73,12 +118,14 @@ def _parse_options(text: str) -> dict:
         call = ast.parse(f"f({text})", mode="eval").body
         if isinstance(call.func, ast.Name) and not call.args:
             options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-            if None not in options and "learning_rate" not in options:
+            plain = all(np.isfinite(v) for v in options.values() if isinstance(v, int | float))
+            if plain and None not in options and "learning_rate" not in options:
                 return options
         raise ValueError
     except (SyntaxError, ValueError, AttributeError):
         raise ValueError(
-            f"optimizer.options is {text!r}; write 'name=value,name=value' with plain values"
+            f"optimizer.options is {text!r}; write 'name=value,name=value' with plain values, none "
+            "of them learning_rate"
         ) from None
 
 
@@ -95,15 +142,17 @@ def make_optimizer(cfg: OptimizerConfig, learning_rate) -> optax.GradientTransfo
     build = getattr(optax, cfg.name, None) or getattr(optax.contrib, cfg.name, None)
     accepted = inspect.signature(build).parameters if callable(build) else {}
     if "learning_rate" not in accepted:
+        hint = checks.did_you_mean(cfg.name, _names(), f"; {_TRY}")
         raise ValueError(
-            f"optimizer.name is {cfg.name!r}, no optimizer of optax or optax.contrib; "
-            "try adamw, adam, lion, sgd, muon, adafactor or lamb"
+            f"optimizer.name is {cfg.name!r}, no optimizer of optax or optax.contrib{hint}"
         )
     options = _parse_options(cfg.options)
     unknown = sorted(set(options) - set(accepted))
     if unknown:
+        hint = checks.did_you_mean(unknown[0], accepted, "; see its documentation")
         raise ValueError(
-            f"optimizer.options: {cfg.name} takes no {', '.join(unknown)}; see its documentation"
+            f"optimizer.options is {cfg.options!r}, and {cfg.name} takes no {', '.join(unknown)}"
+            + hint
         )
     arguments = {"b1": cfg.b1, "b2": cfg.b2, "adam_b1": cfg.b1, "adam_b2": cfg.b2}
     arguments = {k: v for k, v in arguments.items() if k in accepted}

@@ -67,34 +67,44 @@ def layout(config: Config, devices=None):
       config: validated.
       devices: of the mesh; None: all that there are.
     Raises:
-      ConfigError: mesh, rows, kernels and attention that do not go together, in one line.
+      ConfigError: mesh, rows, kernels and attention that do not go together, one line each.
     """
-    stages = config_lib.stages(config)
+    stages, found = config_lib.stages(config), []
+    devices = jax.devices() if devices is None else list(devices)
     try:
         mesh = sharding.make_mesh(config.mesh, devices)
-        shapes, shardings = state_shardings(config, mesh)
     except ValueError as error:
-        raise ConfigError(str(error)) from None
-    found = dispatch.problem(config.kernels, list(mesh.devices.flat), config.model.dtype)
+        found.append(str(error))
+        mesh = None  # kernels and attention can be told about without it
+    if mesh is not None:
+        try:
+            shapes, shardings = state_shardings(config, mesh)
+        except ValueError as error:
+            found.append(str(error))
+    found.append(dispatch.problem(config.kernels, devices, config.model.dtype))
     for stage in stages:
-        found = found or attention.problem(
-            config.model.attention_backend,
-            sharding.platform(mesh),
-            config.model.dtype,
-            config.model.head_dim,
-            stage.positions,
-            packed=config.data.packing == "document",
-        )
-    parts = math.prod(mesh.shape[axis] for axis in sharding.RULES["batch"])
-    batches = [(f"{stage.phase} rows", stage.rows / config.micro_batches) for stage in stages]
-    for name, rows in [*batches, ("eval.rows", config.eval.rows)]:
-        if rows % parts:
-            found = found or (
-                f"{rows:g} {name} do not divide over mesh.data * mesh.fsdp * mesh.expert = {parts} "
-                "devices; change data.rows, micro_batches, eval.rows or mesh"
+        found.append(
+            attention.problem(
+                config.model.attention_backend,
+                devices[0].platform,
+                config.model.dtype,
+                config.model.head_dim,
+                stage.positions,
+                packed=config.data.packing == "document",
             )
+        )
+    if mesh is not None:
+        parts = math.prod(mesh.shape[axis] for axis in sharding.RULES["batch"])
+        batches = [(f"{stage.phase} rows", stage.rows / config.micro_batches) for stage in stages]
+        for name, rows in [*batches, ("eval.rows", config.eval.rows)]:
+            if rows % parts:
+                found.append(
+                    f"{rows:g} {name} do not divide over mesh.data * mesh.fsdp * mesh.expert = "
+                    f"{parts} devices; change data.rows, micro_batches, eval.rows or mesh"
+                )
+    found = [line for line in dict.fromkeys(found) if line]
     if found:
-        raise ConfigError(found)
+        raise ConfigError("\n".join(found))
     return mesh, shapes, shardings
 
 
@@ -104,14 +114,14 @@ def _batch(config, rows, tokens):
     return (jax.ShapeDtypeStruct((rows, tokens), np.int32),) * fields
 
 
-def lower_step(config: Config, stage: schedule.Stage, mesh, shapes, shardings):
-    """The training step of a stage, `jax.stages.Lowered`; the state is donated."""
+def lower_step(config: Config, stage: schedule.Stage, mesh, shapes, shardings, donate=True):
+    """The training step of a stage, `jax.stages.Lowered`; the state is donated, or kept."""
     batch = _batch(config, stage.rows, stage.row_tokens)
     return jax.jit(
         make_train_step(config, stage, mesh),
         in_shardings=(shardings, *[sharding.batch_sharding(mesh)] * len(batch)),
         out_shardings=(shardings, sharding.replicated(mesh)),
-        donate_argnums=0,
+        donate_argnums=[0] if donate else [],
         compiler_options=COMPILER_OPTIONS[sharding.platform(mesh)],
     ).lower(shapes, *batch)
 
@@ -131,7 +141,8 @@ def compile_run(config: Config, stages, mesh, shapes, shardings, step, last, say
     lowered = {}
     for index, stage in enumerate(stages):
         if stage.stop > step and stage.start < last:
-            lowered[index] = lower_step(config, stage, mesh, shapes, shardings)
+            donate = not config.debug_nans  # which goes back to the state before a step
+            lowered[index] = lower_step(config, stage, mesh, shapes, shardings, donate)
     batch = _batch(config, config.eval.rows, config.data.positions + 1)
     lowered["evaluate"] = lower(
         make_eval_step(config, mesh),

@@ -8,20 +8,27 @@ import numpy as np
 
 from tst_jax import flops, hosts, metrics
 from tst_jax.data import corpus
-from tst_jax.errors import UserError
-
-
-class TrainingError(UserError):
-    """The run cannot go on; the message says from where it can."""
+from tst_jax.guard import Guard
 
 
 class Log:
-    """Reads metrics one step late, counts, and writes a line every `log_every` steps."""
+    """Reads metrics one step late, checks and counts them, and writes a line every `log_every`
+    steps.
 
-    def __init__(self, run, step, counters, progress):
+    Args:
+      run: of the trainer.
+      step: steps done so far.
+      record: of the checkpoint of that step, None before the first one.
+      events, progress: where to say what happens.
+    """
+
+    def __init__(self, run, step, record, events, progress):
         self.stage = run.stages[0]
-        self.counters = counters
+        names = "positions", "tokens", "flops", "flops_full_attention"
+        self.counters = dict(record["counters"] if record else dict.fromkeys(names, 0))
+        self.guard = Guard(run.config.numbers, record["guard"] if record else None)
         self._run, self._config, self._progress = run, run.config, progress
+        self._events, self._due = events, False
         self._writer = metrics.Writer(run.workdir, step, silent=not hosts.is_first())
         self._pending = None
         self.restart_clock()
@@ -52,11 +59,9 @@ class Log:
 
     def _read(self, step, stage, step_metrics):
         values = {name: np.asarray(x).tolist() for name, x in step_metrics.items()}
-        if not math.isfinite(values["loss"]) or not math.isfinite(values["grad_norm"]):
-            raise TrainingError(
-                f"loss {values['loss']} and gradient norm {values['grad_norm']} at step {step}; "
-                "nothing of it was saved. Lower schedule.peak_lr and start anew"
-            )
+        numbers = values["loss"], values["grad_norm"], values["finite"]
+        for event in self.guard.read(step, stage, *numbers):
+            self._tell(event)
         self._steps += 1
         self.counters["positions"] += stage.step_positions
         tokens = values.get("valid_tokens", stage.step_tokens)
@@ -64,8 +69,11 @@ class Log:
         shape = (self._config.model, stage.rows, stage.positions)
         self.counters["flops"] += flops.step_flops(*shape)
         self.counters["flops_full_attention"] += flops.step_flops(*shape, causal=False)
-        if step % self._config.log_every and step not in (1, stage.stop, self._config.steps):
+        self._due |= step % self._config.log_every == 0
+        self._due |= step in (1, stage.stop, self._config.steps)
+        if not self._due or not values["finite"]:  # a step that was left out has no figures
             return
+        self._due = False
         seconds = (time.perf_counter() - self._since) / self._steps
         targets = 1 if stage.mode == "input" else stage.bag_size
         line = {
@@ -95,6 +103,23 @@ class Log:
             tokens_per_s=line["tokens_per_second"],
         )
         self.restart_clock()
+
+    def _tell(self, event):
+        if event["event"] == "skipped":
+            # Step k is the one after k - 1 steps.
+            event = {**event, "rows": self._run.order.places(event["step"] - 1)}
+            text = (
+                f"step {event['step']} is left out: loss {event['loss']}, gradient norm "
+                f"{event['grad_norm']} ({event['skips']} of {self._config.numbers.skips} skips); "
+                "events.jsonl says which rows it read"
+            )
+        else:
+            text = (
+                f"the loss of step {event['step']} is {event['loss']:.4f}, usual is "
+                f"{event['usual']:.4f}"
+            )
+        self._events.write(**event)
+        self._progress.say(f"warning: {text}")
 
     def write_eval(self, step, losses):
         """One line for an evaluation after step `step`: its loss on each store's held-out rows."""

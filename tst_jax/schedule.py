@@ -4,9 +4,11 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from tst_jax import superposition
+from tst_jax import checks, superposition
 
 EXPAND = ("length", "batch")
+_MOST_ROWS = 2**31 - 1
+LARGEST_BAG = 65_536  # beyond anything that was tried; what loops over slots still ends
 
 
 @dataclasses.dataclass
@@ -53,15 +55,18 @@ class TSTConfig:
             self.fitted_constants()
         except ValueError as error:
             found.append(str(error))
-        if self.bag_size < 1:
-            found.append(f"tst.bag_size is {self.bag_size}; it must be at least 1")
-        if not 0 <= self.ratio <= 1:
-            found.append(f"tst.ratio is {self.ratio}; it must lie in 0 .. 1 (0 is the baseline)")
+        found += checks.whole("tst.bag_size", self.bag_size, 1, LARGEST_BAG)
+        found += checks.real("tst.ratio", self.ratio, 1, hint=" (0 is the baseline)")
         if self.superposition_steps < -1:
             found.append(
                 f"tst.superposition_steps is {self.superposition_steps}; "
                 "give a step count, or -1 to derive it from tst.ratio"
             )
+        if self.stages:
+            try:
+                parse_stages(self.stages)
+            except ValueError as error:
+                found.append(str(error))
         choices = {
             "mode": superposition.MODES,
             "objective": superposition.OBJECTIVES,
@@ -69,10 +74,7 @@ class TSTConfig:
             "expand": EXPAND,
         }
         for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                found.append(
-                    f"tst.{name} is {getattr(self, name)!r}; choose one of {', '.join(allowed)}"
-                )
+            found += checks.choice(f"tst.{name}", getattr(self, name), allowed)
         return found
 
 
@@ -88,17 +90,20 @@ class ScheduleConfig:
     def problems(self, steps: int) -> list[str]:
         """One line for each setting that gives no schedule over `steps` steps."""
         found = []
-        if not 0 < self.peak_lr < float("inf"):
-            found.append(f"schedule.peak_lr is {self.peak_lr}; it must be positive and finite")
+        found += checks.real("schedule.peak_lr", self.peak_lr, above=True)
         for name in ("warmup_fraction", "decay_fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                found.append(f"schedule.{name} is {getattr(self, name)}; it must lie in 0 .. 1")
+            found += checks.real(f"schedule.{name}", getattr(self, name), 1)
         if self.warmup_steps < -1:
-            found.append(f"schedule.warmup_steps is {self.warmup_steps}; give a count, or -1")
-        if not found and sum(warmup_and_decay(self, steps)) > steps:
             found.append(
-                f"warmup and decay together are longer than the run's {steps} steps; "
-                "shorten schedule.warmup_steps, warmup_fraction or decay_fraction"
+                f"schedule.warmup_steps is {self.warmup_steps}; give a count, or -1 to derive "
+                "it from schedule.warmup_fraction"
+            )
+        if not found and sum(warmup_and_decay(self, steps)) > steps:
+            given = "warmup_fraction" if self.warmup_steps < 0 else "warmup_steps"
+            found.append(
+                f"warmup and decay together are longer than the run's {steps} steps (schedule."
+                f"{given} is {getattr(self, given)}, schedule.decay_fraction {self.decay_fraction})"
+                "; shorten either"
             )
         return found
 
@@ -167,9 +172,11 @@ def parse_rows_from(text: str, steps: int) -> list[tuple[int, int]]:
             f"data.rows_from is {text!r}; write steps and rows as '1000:32,2000:64'"
         ) from None
     rising = [0, *(step for step, _ in found), steps]
-    if any(a >= b for a, b in zip(rising, rising[1:])) or any(rows < 1 for _, rows in found):
+    right = all(1 <= rows <= _MOST_ROWS for _, rows in found)
+    if any(a >= b for a, b in zip(rising, rising[1:])) or not right:
         raise ValueError(
-            f"data.rows_from is {text!r}; steps must rise between 0 and {steps}, rows start at 1"
+            f"data.rows_from is {text!r}; steps must rise between 0 and {steps}, rows start at 1 "
+            f"and end at {_MOST_ROWS}"
         )
     return found
 
@@ -250,8 +257,13 @@ def make_stages(
 
 def warmup_and_decay(cfg: ScheduleConfig, steps: int) -> tuple[int, int]:
     """Lengths of the first and last part of the schedule, in steps."""
-    warmup = round(cfg.warmup_fraction * steps) if cfg.warmup_steps < 0 else cfg.warmup_steps
-    return warmup, round(cfg.decay_fraction * steps)
+    decay = round(cfg.decay_fraction * steps)
+    if cfg.warmup_steps >= 0:
+        return cfg.warmup_steps, decay
+    warmup = round(cfg.warmup_fraction * steps)
+    if cfg.warmup_fraction + cfg.decay_fraction <= 1 + 1e-9:
+        decay = min(decay, steps - warmup)  # both halves may have been rounded up
+    return warmup, decay
 
 
 def learning_rate(cfg: ScheduleConfig, steps: int, step):

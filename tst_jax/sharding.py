@@ -40,12 +40,15 @@ class MeshConfig:
         """One line for each size that no number of devices could have."""
         sizes = dataclasses.asdict(self)
         found = [
-            f"mesh.{name} is {size}; give a number of devices, or -1 for the rest"
+            f"mesh.{name} is {size}; give a number of devices (1 or more), or -1 for the rest"
             for name, size in sizes.items()
             if size < 1 and size != -1
         ]
-        if list(sizes.values()).count(-1) > 1:
-            found.append("mesh has more than one -1; only one axis can take the rest")
+        rest = [f"mesh.{name}" for name, size in sizes.items() if size == -1]
+        if len(rest) > 1:
+            found.append(
+                f"{' and '.join(rest)} are -1; only one axis of the mesh can take the rest"
+            )
         return found
 
 

@@ -38,7 +38,7 @@ def init_state(config: Config, key_data, params: Transformer | None = None) -> T
 
 def state_shardings(config: Config, mesh) -> tuple[TrainState, TrainState]:
     """(shapes, shardings) of the state, without allocating it."""
-    shapes = jax.eval_shape(lambda k: init_state(config, k), key_data(config.seed))
+    shapes = jax.eval_shape(lambda: init_state(config, key_data(config.seed)))
     shardings = TrainState(
         sharding.param_shardings(shapes.params, mesh),
         sharding.optimizer_shardings(shapes.opt_state, shapes.params, mesh),
@@ -68,18 +68,12 @@ def at_switch(config: Config, state: TrainState) -> TrainState:
     return dataclasses.replace(state, params=params, opt_state=opt_state)
 
 
-def make_train_step(config: Config, stage: schedule.Stage, mesh=None):
-    """`train_step(state, tokens_BxT, segments_BxT=None) -> (state, metrics)` for steps of `stage`.
+def make_loss(config: Config, stage: schedule.Stage, mesh=None):
+    """(count, loss_share) of steps of `stage`, two pure functions of a batch as a step takes it.
 
-    Pure. `tokens_BxT` is int32. `segments_BxT` is int32 too: in each row 0 for a pad, else a number
-    for each document, all tokens of a bag having one; positions see, predict and count from 0 on in
-    their own document only (rule 20). None: a row is one document. `metrics` are float32 scalars:
-    loss (the raw value, rule 11), grad_norm (before clipping) and lr; with segments also
-    valid_tokens, int32, that were read; with experts also router_loss (what balances them, 1 if
-    they are balanced; it is trained on, times model.router_loss, and not part of loss) and
-    expert_load [layers, E], the share of the positions' choices that fell on each. For
-    `bag_size = 1` nothing of TST is in the program (rule 16). Without the mesh, the arrays are left
-    to automatic sharding.
+    `count(batch)` gives what the sums of a whole step are divided by. `loss_share(params, batch,
+    totals)` gives (what some rows add to the loss of their step, and to its metrics), for the
+    totals that `count` gave of all its rows.
     """
     kernels = sharding.kernels_on(mesh, config.kernels)
     of_targets = {}
@@ -91,14 +85,13 @@ def make_train_step(config: Config, stage: schedule.Stage, mesh=None):
         of_targets["objective"] = config.tst.objective
 
     def count(batch):
-        """What the sums of a whole step are divided by (rule 8): targets, and valid positions."""
+        """Targets (rule 8), and valid positions."""
         _, targets, documents = cut_rows(*batch, stage.bag_size, stage.mode)
         positions = stage.step_positions if documents is None else documents.read.any(-1).sum()
         asked = None if documents is None else documents.asked
         return superposition.count_targets(targets, asked, **of_targets), positions
 
     def loss_share(params, batch, totals):
-        """What some rows add to the loss of their step, and to its metrics."""
         inputs, targets, documents = cut_rows(*batch, stage.bag_size, stage.mode)
         weight, positions = totals
         options = dict(chunk=config.loss_chunk, kernels=kernels, **of_targets)
@@ -110,17 +103,41 @@ def make_train_step(config: Config, stage: schedule.Stage, mesh=None):
         metrics = {"loss": loss, "router_loss": router_loss, "expert_load": routing.load_E}
         return loss + config.model.router_loss * router_loss, metrics
 
+    return count, loss_share
+
+
+def make_train_step(config: Config, stage: schedule.Stage, mesh=None):
+    """`train_step(state, tokens_BxT, segments_BxT=None) -> (state, metrics)` for steps of `stage`.
+
+    Pure. `tokens_BxT` is int32. `segments_BxT` is int32 too: in each row 0 for a pad, else a number
+    for each document, all tokens of a bag having one; positions see, predict and count from 0 on in
+    their own document only (rule 20). None: a row is one document. `metrics` are float32 scalars:
+    loss (the raw value, rule 11), grad_norm (before clipping) and lr; and finite, bool: whether
+    loss and grad_norm are. If not, parameters and optimizer state stay as they were, to the bit,
+    and only the count of steps goes on. With segments also valid_tokens, int32, that were read;
+    with experts also router_loss (what balances them, 1 if they are balanced; it is trained on,
+    times model.router_loss, and not part of loss) and expert_load [layers, E], the share of the
+    positions' choices that fell on each. For `bag_size = 1` nothing of TST is in the program
+    (rule 16). Without the mesh, the arrays are left to automatic sharding.
+    """
+    count, loss_share = make_loss(config, stage, mesh)
+
     def train_step(state: TrainState, tokens_BxT, segments_BxT=None):
         batch = tokens_BxT, segments_BxT
         share = functools.partial(loss_share, totals=count(batch))
-        grads, metrics = _add_up(share, state.params, batch, config.micro_batches, mesh)
+        grads, metrics = add_up(share, state.params, batch, config.micro_batches, mesh)
         if "expert_load" in metrics:
             metrics["expert_load"] /= metrics["expert_load"].sum(-1, keepdims=True)
         lr = schedule.learning_rate(config.schedule, config.steps, state.step)
         optimizer = make_optimizer(config.optimizer, lr)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics |= {"grad_norm": optax.global_norm(grads), "lr": lr}
+        grad_norm = optax.global_norm(grads)  # not finite if any gradient is not
+        finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm)
+        # A choice and no product: 0 * nan is nan.
+        keep = lambda new, old: jnp.where(finite, new, old)
+        params, opt_state = jax.tree.map(keep, (params, opt_state), (state.params, state.opt_state))
+        metrics |= {"grad_norm": grad_norm, "lr": lr, "finite": finite}
         if segments_BxT is not None:
             documents = cut_rows(*batch, stage.bag_size, stage.mode)[-1]
             metrics["valid_tokens"] = documents.read.sum()
@@ -166,7 +183,7 @@ def _loss_sum(params, inputs, targets, documents, mesh, *, kernels, **options):
     return loss[0], routing
 
 
-def _add_up(share, params, batch, parts: int, mesh):
+def add_up(share, params, batch, parts: int, mesh):
     """Gradients and metrics of a step, summed over `parts` micro-batches, one after the other.
 
     A share is divided by the whole step's counts, so the sum is the whole step's mean whatever the

@@ -182,6 +182,15 @@ class Order:
         store, row = self.mixture.locate(self._before[stage] + k)
         return store, *self._sources[store].place(phase, row)
 
+    def places(self, step: int) -> list[tuple[str, int]]:
+        """(store's name, place at which it begins) of each row of the batch of step `step`, from 0
+        on: what is needed to read the batch again."""
+        stage = next(i for i, s in enumerate(self.stages) if s.start <= step < s.stop)
+        now = self.stages[stage]
+        first = (step - now.start) * now.rows
+        found = [self.place(stage, first + row) for row in range(now.rows)]
+        return [(self.names[store], place) for store, place, _ in found]
+
     def progress(self, step: int) -> list[tuple[float, int]]:
         """(epochs, places in its stream) that each store was read for once `step` steps are done.
 

@@ -1,11 +1,16 @@
 """What a run is told about its data. Needs none of the packages that read it."""
 
 import dataclasses
+import re
 
+from tst_jax import checks
 from tst_jax.data.mixture import Mixture
 
 PACKING = ("concat", "document")  # see packing.py
 VERIFY = ("all", "shared", "sizes")  # see store.open_store
+
+MOST_PREFETCH = 1_000  # batches in host memory
+_WEIGHT = re.compile(r"\d{0,18}\.?\d{0,18}([eE]-?\d)?|\d{1,18}/\d{1,18}")
 
 
 @dataclasses.dataclass
@@ -33,26 +38,32 @@ class DataConfig:
 
     def problems(self) -> list[str]:
         """One line for each setting that cannot work."""
-        found = []
+        found = checks.whole("data.rows", self.rows, 1)
+        found += checks.whole("data.positions", self.positions, 1)
+        found += checks.whole("data.prefetch", self.prefetch, 0, MOST_PREFETCH)
+        found += checks.real("data.max_epochs", self.max_epochs, hint=" (0: any number)")
+        found += checks.choice("data.packing", self.packing, PACKING)
+        found += checks.choice("data.verify", self.verify, VERIFY)
         if not all(self.stores()):
             found.append(
                 f"data.store is {self.store!r}; give the folder that tst_jax.prepare made, or "
                 "several with commas"
             )
-        stores, weights = len(self.stores()), len(self.shares() or ["1"])
+        shares = self.shares() or ["1"]
+        wrong = [share for share in shares if not _WEIGHT.fullmatch(share)]
+        stores, weights = len(self.stores()), len(shares)
         if stores != weights:
             found.append(
                 f"data.store names {stores} and data.weights {weights}; give each store its weight"
+            )
+        elif wrong:
+            found.append(
+                f"data.weights is {checks.show(self.weights)}; {checks.show(wrong[0])} is no "
+                "number above 0: write 0.29,0.71"
             )
         elif self.weights:
             try:
                 Mixture(self.shares())
             except ValueError as error:
                 found.append(f"data.weights: {error}")
-        if self.max_epochs < 0:
-            found.append(f"data.max_epochs is {self.max_epochs}; give 0 (any number) or more")
-        for name, allowed in (("packing", PACKING), ("verify", VERIFY)):
-            if getattr(self, name) not in allowed:
-                value = getattr(self, name)
-                found.append(f"data.{name} is {value!r}; choose one of {', '.join(allowed)}")
         return found

@@ -6,6 +6,7 @@ Qwen3-MoE's layers, GPT-2's, and linear attention. TST is the same in front of a
 
 import dataclasses
 
+from tst_jax import checks
 from tst_jax.models.attention import BACKENDS
 
 CHOICES = {
@@ -52,34 +53,43 @@ class ModelConfig:
         found = []
         sizes = ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "ff")
         for name in sizes:
-            if getattr(self, name) < 1:
-                found.append(f"model.{name} is {getattr(self, name)}; it must be at least 1")
+            found += checks.whole(f"model.{name}", getattr(self, name), 1)
         for name, allowed in CHOICES.items():
-            value = getattr(self, name)
-            if value not in allowed:
-                found.append(f"model.{name} is {value!r}; choose one of {', '.join(allowed)}")
+            found += checks.choice(f"model.{name}", getattr(self, name), allowed)
         if self.kv_heads >= 1 and self.heads % self.kv_heads:
             found.append(
                 f"model.heads is {self.heads}, no multiple of model.kv_heads {self.kv_heads}"
             )
         if self.positions == "rope" and self.head_dim % 2:
             found.append(f"model.head_dim is {self.head_dim}; RoPE needs an even number")
-        if (self.positions == "learned") != (self.max_positions > 0):
+        if self.positions == "learned" and self.max_positions < 1:
             found.append(
-                f"model.max_positions is {self.max_positions} with model.positions="
-                f"{self.positions}; learned positions need the longest row, rope needs 0"
+                f"model.max_positions is {self.max_positions} with model.positions=learned; give "
+                "the longest row, at least data.positions"
             )
-        if not self.rope_theta > 0 or not self.norm_eps > 0:
-            found.append("model.rope_theta and model.norm_eps must be positive")
+        if self.positions == "rope" and self.max_positions != 0:
+            found.append(
+                f"model.max_positions is {self.max_positions} with model.positions=rope, which has "
+                "no table; set it to 0, or model.positions=learned"
+            )
+        found += checks.real("model.rope_theta", self.rope_theta, above=True)
+        found += checks.real("model.norm_eps", self.norm_eps, above=True)
         if self.experts < 0 or not min(self.experts, 1) <= self.experts_per_token <= self.experts:
             found.append(
                 f"model.experts is {self.experts} and model.experts_per_token "
                 f"{self.experts_per_token}; give 0 and 0, or 1 .. experts of them to each position"
             )
         if self.experts and (self.mlp != "swiglu" or self.biases):
-            found.append("model.experts are SwiGLU without biases; set model.mlp and model.biases")
-        if not 0 <= self.router_loss < float("inf"):
-            found.append(f"model.router_loss is {self.router_loss}; give a coefficient, or 0")
+            found.append(
+                f"model.experts is {self.experts} with model.mlp={self.mlp} and model.biases="
+                f"{self.biases}; experts are SwiGLU without biases: set swiglu and False"
+            )
+        if self.attention == "linear" and self.attention_backend in ("cudnn", "splash"):
+            found.append(
+                f"model.attention_backend is {self.attention_backend!r} with model.attention="
+                "linear, which has no such kernel; give auto"
+            )
+        found += checks.real("model.router_loss", self.router_loss)
         return found
 
 
