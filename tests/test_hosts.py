@@ -209,14 +209,11 @@ def test_they_are_restored_to_the_bit(four, one, folder):
         np.testing.assert_allclose(array, states[1][name], atol=2e-5)
 
 
-def wait_for_steps(workdir, running, least):
-    """Until the run has logged so many steps; returns the ids of its processes, first one first."""
+def wait_until(there, workdir, running):
+    """Until `there()`; returns the ids of the run's two processes, first one first."""
     deadline = time.monotonic() + 240
-    while time.monotonic() < deadline and running.poll() is None:
-        if (workdir / "metrics.jsonl").exists():
-            if len(losses(workdir)) > least:
-                break
-        time.sleep(0.1)
+    while time.monotonic() < deadline and running.poll() is None and not there():
+        time.sleep(0.05)
     assert running.poll() is None, running.stdout.read()
     found = {}
     for path in pathlib.Path("/proc").glob("[0-9]*"):
@@ -235,20 +232,40 @@ def wait_for_steps(workdir, running, least):
     return [found[0], found[1]]
 
 
+def wait_for_steps(workdir, running, least):
+    """Until the run has logged so many steps."""
+    file = workdir / "metrics.jsonl"
+    return wait_until(lambda: file.exists() and len(losses(workdir)) > least, workdir, running)
+
+
 def test_sigterm_to_one_process_saves_in_all_and_the_run_goes_on(folder, cluster):
-    run = folder / "preempted"
-    running = cluster(folder / "long.py", run)
-    os.kill(wait_for_steps(run, running, 30)[1], signal.SIGTERM)
+    """It evaluates nearly all the time here, and an evaluation is broken off and done later."""
+    run, often = folder / "preempted", ["--config.eval.every=1", "--config.eval.tokens=0"]
+    running = cluster(folder / "long.py", run, *often)
+    os.kill(wait_for_steps(run, running, 20)[1], signal.SIGTERM)
     told = running.communicate(timeout=60)[0]
     assert running.returncode == Preempted.STATUS, told
     with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:
         saved = checkpoints.steps()[-1]
     assert losses(run)[-1][0] == saved and f"saved at step {saved}" in told
-    running = cluster(folder / "long.py", run, f"--config.stop_after={saved + 3}")
+    running = cluster(folder / "long.py", run, f"--config.stop_after={saved + 3}", *often)
     told = running.communicate(timeout=240)[0]
     assert running.returncode == 0 and f"resuming at step {saved}" in told, told
     steps = [line["step"] for line in metrics.read_metrics(run) if "loss" in line]
     assert steps == list(range(1, saved + 4))
+    evaluated = [line["step"] for line in metrics.read_metrics(run) if "eval_loss" in line]
+    assert evaluated == steps
+
+
+def test_sigterm_to_one_process_while_all_compile(folder, cluster):
+    """There is nothing to save yet, and all end so that they are started again."""
+    run = folder / "compiling"
+    running = cluster(folder / "long.py", run)
+    os.kill(wait_until((run / "events.jsonl").exists, run, running)[1], signal.SIGTERM)
+    told = running.communicate(timeout=60)[0]
+    assert running.returncode == Preempted.STATUS, told
+    assert "told to end, with nothing new to save" in told
+    assert sorted(p.name for p in run.iterdir()) == ["config.json", "events.jsonl"]
 
 
 HEARTBEAT = 10
