@@ -24,9 +24,10 @@ stop() { # stop MESSAGE: something that was run went wrong
 }
 
 # parse_arguments "NAMES" "FLAGS" ARGUMENT...: the script takes --NAME=VALUE and --FLAG, beside
-# --config, --config.NAME, --workdir and --dry_run. Works in the repository's root from here on.
+# --config, --config.NAME, --workdir, --allow_changes and --dry_run. Works in the repository's root
+# from here on.
 parse_arguments() {
-  local names=" config workdir $1 " flags=" dry_run $2 " argument name known
+  local names=" config workdir allow_changes $1 " flags=" dry_run $2 " argument name known
   read -ra known <<<"$names $flags config.NAME"
   shift 2
   for argument in "$@"; do
@@ -80,6 +81,7 @@ check_run() {
   fi
   trainer=(-m tst_jax.train "--config=${option[config]}" "--workdir=${option[workdir]}")
   trainer+=("${passed[@]}" --distributed)
+  [ -z "${option[allow_changes]:-}" ] || trainer+=("--allow_changes=${option[allow_changes]}")
 }
 
 # check_copied: for scripts that copy the code elsewhere; `copied` is all that goes.

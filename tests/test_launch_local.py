@@ -17,6 +17,10 @@ def test_local_cluster_dry_run(machine):
         f"JAX_NUM_PROCESSES=2 JAX_PROCESS_ID={number} /py {TRAIN} --distributed"
         for number in (0, 1)
     ]
+    changed = machine.dry(*LOCAL, *RUN, "--allow_changes=steps,seed", PYTHON="/py")
+    assert all(
+        line.endswith(f"{TRAIN} --distributed --allow_changes=steps,seed") for line in changed
+    )
 
 
 @pytest.fixture

@@ -70,7 +70,8 @@ def run(main, doc: str) -> None:
         print(stop, file=sys.stderr)
         hosts.leave(Preempted.STATUS)
     except KeyboardInterrupt:
-        sys.exit("interrupted; the same command resumes from the last checkpoint")
+        print("interrupted; the same command resumes from the last checkpoint", file=sys.stderr)
+        hosts.leave(1)
 
 
 def _help(doc: str) -> str:

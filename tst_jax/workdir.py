@@ -89,8 +89,9 @@ def check_changes(old: dict, config: Config, allow: frozenset[str], done: int, w
     if refused := sorted(changed - allow):
         lines = [line for line in lines if line.split(":")[0] in refused]
         raise ConfigError(
-            f"{where} was started with other settings; give them again, give another workdir, or "
-            f"go on with them from here: --allow_changes={','.join(refused)}\n" + "\n".join(lines)
+            f"{where} was started with other settings; give them again, or another workdir, or go "
+            f"on from here with tst_jax.train --allow_changes={','.join(refused)}\n"
+            + "\n".join(lines)
         )
     if not same_past:
         raise ConfigError(
