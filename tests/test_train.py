@@ -18,6 +18,7 @@ from tst_jax.data.order import Order
 from tst_jax.data.pipeline import Stream, batches, eval_batches
 from tst_jax.data.store import StoreError, open_store
 from tst_jax.data.store_writer import write_store
+from tst_jax.errors import UserError
 from tst_jax.guard import TrainingError
 from tst_jax.train import train
 from tst_jax.train_step import at_switch, init_state, key_data, make_train_step, state_shardings
@@ -92,9 +93,13 @@ def test_last_line_cut_off_by_a_kill(whole, tmp_path):
     path.write_text(path.read_text()[:-30])
     train(config, tmp_path / "run")
     assert untimed(tmp_path / "run") == untimed(workdir)
-    path.write_text("{\n" + path.read_text())
-    with pytest.raises(ValueError, match="line 1"):
-        metrics.read_metrics(tmp_path / "run")
+    whole_text = path.read_bytes()
+    for damaged in (b"{", b"3", b"{}", b'{"step\xff": 1}', b""):
+        path.write_bytes(damaged + b"\n" + whole_text)
+        with pytest.raises(UserError, match="metrics.jsonl, line 1 is damaged: .*; take it out"):
+            metrics.read_metrics(tmp_path / "run")
+        path.write_bytes(whole_text + damaged)
+        assert untimed(tmp_path / "run") == untimed(workdir)
 
 
 def test_finished_run_is_left_alone(whole, capsys):

@@ -294,11 +294,14 @@ def test_a_disk_that_is_full_for_other_files(run, monkeypatch):
 # ---- what it tells
 
 
-def test_events(half, whole):
+def test_events(half, whole, tmp_path):
     found = [(e["event"], e["step"]) for e in read_events(whole[0])]
     assert found == [
         *[("started", 0), ("finished", 12), ("resumed", 12)],
         *[("settings_changed", 12), ("finished", 20)],
     ]
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b"\xff\n3\n{}\n" + (whole[0] / "events.jsonl").read_bytes() + b'{"eve')
+    assert read_events(tmp_path) == read_events(whole[0])
     started = read_events(whole[0])[0]
     assert {"time", "host", "pid", "tst_jax", "jax", "processes", "devices"} < started.keys()

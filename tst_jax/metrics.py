@@ -10,6 +10,8 @@ import tensorboardX
 import tqdm
 from etils import epath
 
+from tst_jax.errors import UserError
+
 
 class Writer:
     """Appends to `metrics.jsonl` (one JSON object a line) and to TensorBoard events.
@@ -89,16 +91,25 @@ class Appended:
 
 
 def read_metrics(workdir) -> list[dict]:
-    """The lines of a run's metrics.jsonl; a last one that a kill cut off is left out."""
+    """The lines of a run's metrics.jsonl; a last one that a kill cut off is left out.
+
+    Raises:
+      UserError: another line is not what was written.
+    """
     path = epath.Path(workdir) / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_bytes().splitlines() if path.exists() else []
     found = []
     for number, line in enumerate(lines):
         try:
             found.append(json.loads(line))
-        except json.JSONDecodeError:
+            found[-1]["step"]
+        except (ValueError, KeyError, TypeError):
             if number + 1 < len(lines):
-                raise ValueError(f"{path}, line {number + 1} is not JSON: {line[:80]!r}") from None
+                raise UserError(
+                    f"{path}, line {number + 1} is damaged: {line[:80]!r}; take it out, and the "
+                    "same command goes on"
+                ) from None
+            del found[number:]
     return found
 
 

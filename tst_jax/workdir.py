@@ -164,8 +164,8 @@ class Events:
         self._file = None
         if not silent:
             path = workdir / EVENTS
-            lines = path.read_text().splitlines() if path.exists() else []
-            self._file = metrics.Appended(path, lines)
+            before = path.read_bytes().decode(errors="replace") if path.exists() else ""
+            self._file = metrics.Appended(path, before.splitlines())
 
     def write(self, event: str, **fields) -> None:
         """Adds a line: `time` (UTC), `event`, and the fields."""
@@ -179,13 +179,13 @@ class Events:
 
 
 def read_events(workdir) -> list[dict]:
-    """The lines of events.jsonl; what a kill or a bad disk cut off is left out."""
+    """The lines of events.jsonl; what a kill or a bad disk left of others is left out."""
     path, found = epath.Path(workdir) / EVENTS, []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            event = json.loads(line)
+            event["event"], event["step"]  # it has both
+            found.append(event)
     return found
 
 
