@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tst_jax import bench, bench_data, bench_kernels
+from tst_jax import bench, bench_checkpoints, bench_data, bench_kernels
 from tst_jax.errors import UserError
 
 SIZE = bench_kernels.Size(3, n=32, d=16, v=100, dtype="float32")
@@ -40,6 +40,14 @@ def test_bench_kernels_writes_one_object_a_case_and_size(tmp_path, capsys):
         assert "tflops" not in line  # nothing is claimed of an accelerator here
     printed = capsys.readouterr().out
     assert printed.count("check xla") == 2 and printed.count("paper_style") > 4
+
+
+def test_bench_checkpoints(config, tmp_path):
+    found = bench_checkpoints.measure(config, every=3, rounds=2, folder=tmp_path / "saved")
+    assert found["every"] == 3 and found["state_bytes"] > 40_000
+    assert found["ratio_median"] > 0 and found["block_seconds_median"] > 0
+    assert 0 < found["save_call_seconds_median"]
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["2"]
 
 
 def test_bench_data(store, tmp_path, capsys, monkeypatch):

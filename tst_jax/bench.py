@@ -3,6 +3,7 @@
     python -m tst_jax.bench step --config=configs/quickstart.py --json=step.json
     python -m tst_jax.bench kernels --json=kernels.json
     python -m tst_jax.bench data --store=DIR --json=data.json
+    python -m tst_jax.bench checkpoints --config=configs/quickstart.py --every=50
 
 `step` runs the baseline step and superposition steps of several bag sizes in turn, round after
 round, so that a busy machine disturbs all of them alike. All hold the same number of positions.
@@ -14,6 +15,9 @@ gradient) beside what a user would write instead, at each combination of --bag_s
 
 `data` measures how many tokens a second come out of a store, of yours or of one that is made for
 it, beside plain slices of its memory map. `taskset -c 0` in front measures one core.
+
+`checkpoints` measures how much longer --every steps take with a save among them than without, on
+the disk of --dir. Needs no data.
 """
 
 import argparse
@@ -120,6 +124,12 @@ def _data(options) -> list[dict]:
     return bench_data.run(options)
 
 
+def _checkpoints(options) -> list[dict]:
+    from tst_jax import bench_checkpoints  # needs orbax
+
+    return bench_checkpoints.run(load_config(options.config), options)
+
+
 def _numbers(text: str) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]
@@ -150,12 +160,20 @@ def main(argv=None) -> int:
     data.add_argument("--rounds", type=int, default=5)
     data.add_argument("--seconds", type=float, default=0.5, help="of each case in each round")
     data.set_defaults(run=_data)
-    for command in (step, kernels, data):
+    saves = commands.add_parser("checkpoints", help="steps with a save beside steps without")
+    saves.add_argument("--config", required=True, help="Python file with get_config()")
+    saves.add_argument("--every", type=int, default=50, help="steps for each save")
+    saves.add_argument("--dir", help="where to write; default: the system's temporary folder")
+    saves.add_argument("--rounds", type=int, default=10)
+    saves.set_defaults(run=_checkpoints)
+    for command in (step, kernels, data, saves):
         command.add_argument("--json", help="file for the results")
     options = parser.parse_args(argv)
     try:
         if options.rounds < 1:
             raise UserError("--rounds starts at 1")
+        if getattr(options, "every", 1) < 1:
+            raise UserError("--every starts at 1")
         if options.json and not pathlib.Path(options.json).absolute().parent.is_dir():
             raise UserError(f"--json: {options.json} lies in no folder that exists; make it first")
         results = options.run(options)

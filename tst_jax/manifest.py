@@ -106,14 +106,12 @@ def _walk(folder):
 
 def _digest(path, sync: bool = False) -> tuple[int, str]:
     """(bytes, sha256) of a file."""
-    size, digest = 0, hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-            size += len(block)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        size = file.tell()
         if sync and "://" not in str(path):
             os.fsync(file.fileno())
-    return size, digest.hexdigest()
+    return size, digest
 
 
 def _own(content: dict) -> str:
