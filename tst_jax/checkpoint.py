@@ -12,8 +12,11 @@ import contextlib
 import errno
 import json
 import logging
+import os
 import re
 import shutil
+import sys
+import threading
 from collections.abc import Callable
 
 import jax
@@ -86,7 +89,7 @@ class Checkpoints:
         self._read_only, self._say = read_only, say
         self.bad: list[str] = []  # what `good` found damaged
         self._manifests = {}
-        self._pool = concurrent.futures.ThreadPoolExecutor(1, "save")
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, "save", _give_way)
         self._job = None  # (step, future) of the save that is under way
         # Orbax reports every save at the info level, on the root logger.
         absl_logging.set_verbosity(absl_logging.WARNING)
@@ -207,12 +210,10 @@ class Checkpoints:
         hosts.first_alone(lambda: self._check_space(step, state))
         record = {**record, "step": step, "arrays": _describe(arrays)}
         path = self.folder / (f"{step}.partial" if self._local else str(step))
-        context = ocp.Context()
-        # Trained numbers hardly get smaller, and it costs the cores that train.
-        context.array.saving.use_compression = False
-        context.array.saving.enable_write_sharding_file = False
-        with _named(self._failed(step)), context:
-            response = ocp.save_checkpointables_async(path, {"state": arrays}, overwrite=True)
+        # From the pool's thread, so that all threads that it begins give way to the steps.
+        start = self._pool.submit(_start, path, arrays)
+        with _named(self._failed(step)):
+            response = start.result()
         self._job = step, self._pool.submit(self._finish, response, step, path, record)
 
     def check(self) -> None:
@@ -356,6 +357,23 @@ class Checkpoints:
     def __exit__(self, *error):
         with contextlib.suppress(Exception) if error[0] else contextlib.nullcontext():
             self.close()
+
+
+def _start(path, arrays: dict):
+    """Orbax's save under way: the arrays are copied, and may change."""
+    context = ocp.Context()
+    # Trained numbers hardly get smaller, and it costs the cores that train.
+    context.array.saving.use_compression = False
+    context.array.saving.enable_write_sharding_file = False
+    with context:
+        return ocp.save_checkpointables_async(path, {"state": arrays}, overwrite=True)
+
+
+def _give_way() -> None:
+    """Lets this thread, and those that it begins, run where a step leaves a core idle."""
+    if sys.platform == "linux":  # elsewhere a thread's number may be another process'
+        with contextlib.suppress(OSError):  # not allowed
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 @contextlib.contextmanager
