@@ -11,7 +11,7 @@ import pytest
 from test_train import SWITCH, assert_same_bits, final_state, untimed
 
 from tst_jax import checkpoint as checkpoint_lib
-from tst_jax import manifest, metrics
+from tst_jax import generate, manifest, metrics
 from tst_jax import workdir as workdir_lib
 from tst_jax.checkpoint import CheckpointError
 from tst_jax.config import ConfigError
@@ -201,6 +201,9 @@ def test_a_damaged_checkpoint(run, whole, capsys):
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 4
     data.write_bytes(bytes(content))
+    assert generate.load_model(workdir)[1]["step"] == 8  # and so does what only reads
+    assert "step 8 is the newest good checkpoint" in capsys.readouterr().err
+    assert (workdir / "checkpoints/12").is_dir()
     train(config, workdir)
     said = capsys.readouterr().out
     assert f"warning: {data} is damaged: its content is not what was written; step 8 is" in said

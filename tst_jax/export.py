@@ -44,7 +44,8 @@ def export(workdir, out, store=None, dtype: str = "float32", force: bool = False
     architecture(cfg)  # complains before the store is read
     shapes = jax.eval_shape(lambda key: Transformer(cfg, key), jax.random.key(0))
     folder = pathlib.Path(workdir) / "checkpoints"
-    with Checkpoints(folder, read_only=True) as checkpoints:
+    say = lambda line: print(line, file=sys.stderr)
+    with Checkpoints(folder, read_only=True, say=say) as checkpoints:
         step = checkpoints.newest()
         record = checkpoints.record(step)
         text = warning(record)

@@ -34,7 +34,8 @@ def load_model(workdir) -> tuple[Transformer, dict]:
     mesh = sharding.make_mesh(sharding.MeshConfig(), jax.devices()[:1])
     shardings = sharding.param_shardings(shapes, mesh)
     folder = pathlib.Path(workdir) / "checkpoints"
-    with Checkpoints(folder, read_only=True) as checkpoints:
+    say = lambda line: print(line, file=sys.stderr)
+    with Checkpoints(folder, read_only=True, say=say) as checkpoints:
         step = checkpoints.newest()
         params = checkpoints.restore(step, shapes, shardings, prefix="params")
         return params, checkpoints.record(step)

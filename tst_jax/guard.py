@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+from tst_jax import checks
 from tst_jax.errors import UserError
 
 POLICIES = ("stop", "skip")
@@ -37,15 +38,9 @@ class NumbersConfig:
 
     def problems(self) -> list[str]:
         """One line for each setting that cannot work."""
-        found = []
-        if self.nonfinite not in POLICIES:
-            allowed = ", ".join(POLICIES)
-            found.append(f"numbers.nonfinite is {self.nonfinite!r}; choose one of {allowed}")
-        if self.skips < 0:
-            found.append(f"numbers.skips is {self.skips}; it must be at least 0")
-        if not 0 <= self.spike < float("inf"):
-            found.append(f"numbers.spike is {self.spike}; give a number of deviations, or 0")
-        return found
+        found = checks.choice("numbers.nonfinite", self.nonfinite, POLICIES)
+        found += checks.whole("numbers.skips", self.skips, 0)
+        return found + checks.real("numbers.spike", self.spike)
 
 
 @dataclasses.dataclass
