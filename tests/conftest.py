@@ -16,6 +16,7 @@ VOCAB = 61
 
 # Files of few and long tests: first, so that no process ends long after the other.
 LONG = ("sharding", "hosts", "launch_slurm", "train", "architectures", "kernels_sharded", "aot")
+LONG += ("debug_nans", "numbers", "bench", "kills", "export", "workdir", "preemption", "doctor")
 
 
 def pytest_collection_modifyitems(items):

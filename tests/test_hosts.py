@@ -275,7 +275,8 @@ def test_a_killed_process_ends_the_others(folder, cluster):
     """Also where it is the first, which all others report to."""
     run = folder / "killed"
     running = cluster(folder / "long.py", run, f"--config.hosts.heartbeat_seconds={HEARTBEAT}")
-    os.kill(wait_for_steps(run, running, 6)[0], signal.SIGKILL)
+    saved = (run / "checkpoints/4").exists  # saves go on in the background
+    os.kill(wait_until(saved, run, running)[0], signal.SIGKILL)
     began = time.monotonic()
     running.communicate(timeout=90)
     assert time.monotonic() - began < HEARTBEAT + 20

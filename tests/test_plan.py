@@ -141,7 +141,7 @@ def test_settings_that_no_decoder_has_are_refused():
     wrong = {
         "norm": dict(norm="batch"),
         "max_positions": dict(positions="learned"),
-        "rope needs 0": dict(max_positions=8),
+        "rope, which has no table": dict(max_positions=8),
         "experts_per_token": dict(experts=4),
         "1 .. experts": dict(experts=4, experts_per_token=5),
         "SwiGLU": dict(experts=4, experts_per_token=2, mlp="gelu"),

@@ -223,10 +223,11 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Until the save that is under way lies on disk, in all processes."""
-        if hosts.agreed(self._job is not None):
-            hosts.together(self._result)
+        hosts.together(self._result)
 
     def _result(self):
+        if self._job is None:  # none, or `check` has seen its end: not in all processes at once
+            return
         (step, job), self._job = self._job, None
         with _named(self._failed(step)):
             job.result()

@@ -95,8 +95,9 @@ def layout(config: Config, devices=None):
         )
     if mesh is not None:
         parts = math.prod(mesh.shape[axis] for axis in sharding.RULES["batch"])
-        batches = [(f"{stage.phase} rows", stage.rows / config.micro_batches) for stage in stages]
-        for name, rows in [*batches, ("eval.rows", config.eval.rows)]:
+        # Stages with as many rows are one problem.
+        batches = {stage.rows / config.micro_batches: f"{stage.phase} rows" for stage in stages}
+        for rows, name in [*batches.items(), (config.eval.rows, "eval.rows")]:
             if rows % parts:
                 found.append(
                     f"{rows:g} {name} do not divide over mesh.data * mesh.fsdp * mesh.expert = "
