@@ -17,8 +17,8 @@ import pytest
 from jax.experimental import topologies
 
 from tst_jax import aot, flops, sharding
-from tst_jax.bench import load_config
 from tst_jax.config import ConfigError
+from tst_jax.config_file import load_config
 from tst_jax.errors import UserError
 from tst_jax.sharding import MeshConfig
 

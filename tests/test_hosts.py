@@ -115,7 +115,7 @@ def main(config, workdir):
 
 
 def programs_config(path):
-    from tst_jax.bench import load_config
+    from tst_jax.config_file import load_config
 
     return load_config(path)
 

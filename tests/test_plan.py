@@ -11,7 +11,7 @@ import sys
 import jax
 import pytest
 
-from tst_jax import bench, config, plan
+from tst_jax import config, config_file, plan
 from tst_jax.config import ConfigError
 from tst_jax.models import shapes
 from tst_jax.models.shapes import ModelConfig
@@ -45,13 +45,13 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_counts_of_the_published_runs(name):
     parameters, active, positions, steps, tokens, baseline_steps, baseline_tokens = RUNS[name]
-    tst = plan.plan(bench.load_config(ROOT / f"configs/{name}.py"))
+    tst = plan.plan(config_file.load_config(ROOT / f"configs/{name}.py"))
     assert tst["parameters"] == parameters
     assert tst["parameters_active_non_embedding"] == active
     assert tst["positions_per_step"] == positions
     assert (tst["steps"], tst["total_tokens"]) == (steps, tokens)
     assert tst["superposition_tokens"] + tst["recovery_tokens"] == tokens
-    baseline = plan.plan(bench.load_config(f"{ROOT}/configs/{name}.py:baseline"))
+    baseline = plan.plan(config_file.load_config(f"{ROOT}/configs/{name}.py:baseline"))
     assert (baseline["steps"], baseline["total_tokens"]) == (baseline_steps, baseline_tokens)
     assert baseline["superposition_tokens"] == 0
     same = ("parameters", "parameters_active_non_embedding", "positions_per_step")
@@ -61,7 +61,7 @@ def test_counts_of_the_published_runs(name):
 
 
 def test_the_paper_s_longer_pair():
-    longer = bench.load_config(ROOT / "configs/dense_270m.py")
+    longer = config_file.load_config(ROOT / "configs/dense_270m.py")
     longer.steps = 100_000
     assert plan.plan(longer)["superposition_tokens"] == 377_487_360_000
     assert plan.plan(longer)["total_tokens"] == 524_288_000_000
@@ -69,7 +69,7 @@ def test_the_paper_s_longer_pair():
 
 def test_two_arms_differ_in_superposition_alone():
     for path in sorted((ROOT / "configs").glob("*_*.py")):
-        tst, baseline = (bench.load_config(f"{path}{arm}") for arm in ("", ":baseline"))
+        tst, baseline = (config_file.load_config(f"{path}{arm}") for arm in ("", ":baseline"))
         changed = {
             line.split(":")[0] for line in config.differences(vars_of(baseline), vars_of(tst))
         }
@@ -83,7 +83,7 @@ def vars_of(cfg):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_published_shapes_divide_over_sixteen_devices(name):
-    model = bench.load_config(ROOT / f"configs/{name}.py").model
+    model = config_file.load_config(ROOT / f"configs/{name}.py").model
     params = jax.eval_shape(lambda key: Transformer(model, key), jax.random.key(0))
     mesh = jax.sharding.AbstractMesh((1, 16, 1, 1), AXES)
     if model.experts:

@@ -22,7 +22,6 @@ the disk of --dir. Needs no data.
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import pathlib
 import statistics
@@ -34,18 +33,6 @@ import numpy as np
 
 from tst_jax import bench_kernels
 from tst_jax.errors import UserError
-
-
-def load_config(path):
-    """get_config() of a config file. Runs the file, which is Python. FILE:ARM as for training."""
-    path, _, arm = str(path).partition(":")
-    path = pathlib.Path(path)
-    if not path.is_file():
-        raise UserError(f"--config: {path} is no file; give one with get_config() -> Config")
-    spec = importlib.util.spec_from_file_location("config_file", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.get_config(arm) if arm else module.get_config()
 
 
 def bench_step(config, bag_sizes, rounds: int) -> list[dict]:
@@ -101,8 +88,9 @@ def bench_step(config, bag_sizes, rounds: int) -> list[dict]:
 
 def _step(options) -> list[dict]:
     from tst_jax import config as config_lib
+    from tst_jax import config_file
 
-    config = load_config(options.config)
+    config = config_file.load_config(options.config)
     config_lib.validate(config)
     results = bench_step(config, options.bag_sizes, options.rounds)
     for line in results:
@@ -125,9 +113,9 @@ def _data(options) -> list[dict]:
 
 
 def _checkpoints(options) -> list[dict]:
-    from tst_jax import bench_checkpoints  # needs orbax
+    from tst_jax import bench_checkpoints, config_file  # needs orbax
 
-    return bench_checkpoints.run(load_config(options.config), options)
+    return bench_checkpoints.run(config_file.load_config(options.config), options)
 
 
 def _numbers(text: str) -> list[int]:

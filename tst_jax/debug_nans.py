@@ -16,6 +16,7 @@ import optax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from tst_jax import schedule, sharding
+from tst_jax.checkpoint import named_leaves
 from tst_jax.config import Config
 from tst_jax.train_step import TrainState, add_up, make_loss
 
@@ -104,13 +105,11 @@ def _bad_entries(tree):
 
 def _report(what, tree, counts) -> list[str]:
     """A line for each array that holds one."""
-    lines = []
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    for (path, x), (nans, infs) in zip(leaves, counts, strict=True):
-        name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
-        if nans or infs:
-            lines.append(f"{what} {name}: {nans} nan and {infs} inf of {x.size} entries")
-    return lines
+    return [
+        f"{what} {name}: {nans} nan and {infs} inf of {x.size} entries"
+        for (name, x), (nans, infs) in zip(named_leaves(tree).items(), counts, strict=True)
+        if nans or infs
+    ]
 
 
 # --- Rows ----------------------------------------------------------------------------------------

@@ -21,11 +21,7 @@ LONGEST_SPIKE = 50
 
 
 class TrainingError(UserError):
-    """The run cannot go on; the message says from where it can."""
-
-
-class NonFinite(TrainingError):
-    """A loss or gradient that is not finite, and the policy says stop. No parameter has it."""
+    """A loss or gradient is not finite and the policy ends the run; no parameter has it."""
 
 
 @dataclasses.dataclass
@@ -103,7 +99,7 @@ class Guard:
           batch that was left out, `skips` of them by now; `{"event": "loss_spike", "step", "loss",
           "usual", "deviation"}`, in nats, at the first step of a spike.
         Raises:
-          NonFinite: the policy ends the run.
+          TrainingError: the policy ends the run.
         """
         if self._losses.stage != stage.start:
             self._losses = _Statistics(stage.start)
@@ -111,13 +107,13 @@ class Guard:
             return self._spikes(step, loss)
         found = f"loss {loss} and gradient norm {grad_norm} at step {step}"
         if self._config.nonfinite == "stop":
-            raise NonFinite(
+            raise TrainingError(
                 f"{found}; no parameter was changed by it and the last checkpoint is good. "
                 "--config.numbers.nonfinite=skip leaves such batches out, --config.debug_nans "
                 "shows where it comes from"
             )
         if self._skips >= self._config.skips:
-            raise NonFinite(
+            raise TrainingError(
                 f"{found}, after numbers.skips={self._config.skips} batches that were left out; no "
                 "parameter was changed by it and the last checkpoint is good. Raise "
                 "--config.numbers.skips, or see with --config.debug_nans where it comes from"

@@ -50,6 +50,8 @@ def read(folder: epath.Path) -> dict:
         own, form = content.pop("sha256"), content["format"]
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: it cannot be read ({error})") from None
     if form != FORMAT and own == _own(content):

@@ -7,7 +7,6 @@ what the checkpoint says.
 import contextlib
 import dataclasses
 import datetime
-import difflib
 import json
 import os
 import platform
@@ -15,7 +14,7 @@ import platform
 import jax
 from etils import epath
 
-from tst_jax import __version__, hosts, metrics, schedule
+from tst_jax import __version__, checks, hosts, metrics, schedule
 from tst_jax import config as config_lib
 from tst_jax.config import Config, ConfigError
 from tst_jax.lock import Lock
@@ -30,9 +29,8 @@ def check_allowed(allow: frozenset[str]) -> None:
     known = list(config_lib.flatten(Config()))
     for name in sorted(allow):
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]}?" if near else "see tst_jax/config.py"
-            raise ConfigError(f"--allow_changes: {name!r} is no setting; {hint}")
+            hint = checks.did_you_mean(name, known, "; see tst_jax/config.py")
+            raise ConfigError(f"--allow_changes: {name!r} is no setting{hint}")
 
 
 def check_place(workdir: epath.Path) -> None:
