@@ -88,7 +88,7 @@ def test_killed_while_it_saves_and_removes(tmp_path):
     process removes what the killed one had begun."""
     folder, rng, last = tmp_path / "checkpoints", np.random.default_rng(3), 0
     leftovers = 0
-    for _ in range(6):
+    for _ in range(4):
         process = subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(SAVES), str(folder)],
             env=environment(),
@@ -97,7 +97,10 @@ def test_killed_while_it_saves_and_removes(tmp_path):
         )
         first = int(process.stdout.readline().split()[1])
         assert first - 1 >= last
-        time.sleep(0.2 + rng.random() / 4)
+        time.sleep(0.1 + rng.random() / 4)
+        unfinished = lambda: any(not p.name.isdecimal() for p in folder.iterdir())
+        while process.poll() is None and not (folder.is_dir() and unfinished()):
+            time.sleep(0.0005)
         process.kill()
         reported = [int(line) for line in process.stdout.read().split()]
         process.wait()
@@ -107,7 +110,7 @@ def test_killed_while_it_saves_and_removes(tmp_path):
         with Checkpoints(folder) as checkpoints:
             assert (checkpoints.good() or 0) >= last
             assert not any(checkpoints.damage(step) for step in checkpoints.steps())
-    assert leftovers  # or the kills never hit a save
+    assert leftovers  # a kill may come a moment too late, but not each
     with Checkpoints(folder) as checkpoints:
         checkpoints.clean()
         assert len(checkpoints.steps()) in (2, 3)

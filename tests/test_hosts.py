@@ -240,9 +240,9 @@ def wait_for_steps(workdir, running, least):
 
 def test_sigterm_to_one_process_saves_in_all_and_the_run_goes_on(folder, cluster):
     """It evaluates nearly all the time here, and an evaluation is broken off and done later."""
-    run, often = folder / "preempted", ["--config.eval.every=1", "--config.eval.tokens=0"]
+    run, often = folder / "preempted", ["--config.eval.every=1", "--config.eval.tokens=1024"]
     running = cluster(folder / "long.py", run, *often)
-    os.kill(wait_for_steps(run, running, 20)[1], signal.SIGTERM)
+    os.kill(wait_for_steps(run, running, 8)[1], signal.SIGTERM)
     told = running.communicate(timeout=60)[0]
     assert running.returncode == Preempted.STATUS, told
     with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:
