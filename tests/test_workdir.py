@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import json
 import shutil
+import threading
 import time
 
 import pytest
@@ -260,14 +261,17 @@ def test_a_save_that_fails_in_the_background_ends_the_run_soon(run, monkeypatch)
     """At one of the next steps, not only where the next checkpoint is due."""
     config, workdir = run
     (workdir / "checkpoints/12").rename(workdir / "12")  # so that it is saved again
-    push = Log.push
+    push, failed = Log.push, threading.Event()
 
     def fails(*_):
+        failed.set()
         raise OSError(errno.EIO, "Input/output error")
 
-    def slow(self, *arguments):
-        time.sleep(0.1)
-        push(self, *arguments)
+    def slow(self, step, *arguments):
+        if step > 12:
+            assert failed.wait(60)
+            time.sleep(0.2)  # until the thread of the save has ended
+        push(self, step, *arguments)
 
     monkeypatch.setattr(manifest, "write", fails)
     monkeypatch.setattr(Log, "push", slow)
