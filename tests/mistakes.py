@@ -301,6 +301,15 @@ TABLE = {
     "report of no store": _other("data_report", "--store=gone", "gone", "no such folder"),
     "report of no pairs": _other("data_report", "--store=store --pairs=0", "--pairs=0"),
     "plan into no folder": _other("plan", f"{CONFIG} --json=gone/a.json", "--json", "gone/a.json"),
+    "plan for no accelerator": _other(
+        "plan", f"{CONFIG} --accelerator=b20 --json=a.json", "is 'b20'", "did you mean b200?"
+    ),
+    "plan at an MFU in percent": _other(
+        "plan", f"{CONFIG} --accelerator=v5p --mfu=40", "--mfu is 40.0", "above 0, up to 1"
+    ),
+    "plan with no count of tokens": _other(
+        "plan", f"{CONFIG} --corpus_tokens=80G", "--corpus_tokens is '80G'", "80B or 1.5T"
+    ),
     "comparison of no seeds": _other(
         "compare", f"{CONFIG} --workdir=new --seeds=0", "--seeds is 0"
     ),

@@ -1,6 +1,7 @@
 """Proves `tst_jax.plan` and the published runs in configs/: exact counts, nothing allocated.
 
-Parameter counts and the tokens of the paper's Table 1 (arXiv 2605.06546); rule 2 for the positions.
+Parameter counts and the tokens of the paper's Table 1 (arXiv 2605.06546); rule 2 for the positions,
+rule 21 for the baselines; the page and the JSON that a user gets.
 """
 
 import json
@@ -11,7 +12,7 @@ import sys
 import jax
 import pytest
 
-from tst_jax import config, config_file, plan
+from tst_jax import config, config_file, plan, plan_page, published
 from tst_jax.config import ConfigError
 from tst_jax.models import shapes
 from tst_jax.models.shapes import ModelConfig
@@ -60,11 +61,25 @@ def test_counts_of_the_published_runs(name):
     assert baseline["flops"] * steps == tst["flops"] * baseline_steps
 
 
-def test_the_paper_s_longer_pair():
-    longer = config_file.load_config(ROOT / "configs/dense_270m.py")
-    longer.steps = 100_000
-    assert plan.plan(longer)["superposition_tokens"] == 377_487_360_000
-    assert plan.plan(longer)["total_tokens"] == 524_288_000_000
+def load(name, **changes):
+    """A config of configs/ with settings changed: "tst.ratio" is written tst__ratio."""
+    cfg = config_file.load_config(f"{ROOT}/configs/{name}")
+    for setting, value in changes.items():
+        part, _, field = setting.rpartition("__")
+        setattr(getattr(cfg, part) if part else cfg, field, value)
+    return cfg
+
+
+def test_every_token_count_of_table_1():
+    """All 12 rows, from the file that a row names; only the steps of some are overridden."""
+    assert len(published.TABLE_1) == 12
+    for row in published.TABLE_1:
+        arm = ":baseline" if row.bag_size == 1 else ""
+        figures = plan.plan(load(f"{row.model}.py{arm}", steps=row.steps))
+        assert figures["total_tokens"] == row.total_tokens, row
+        assert figures["superposition_tokens"] == row.superposition_tokens, row
+        assert figures["superposition_steps"] == row.superposition_steps, row
+        assert figures["recovery_tokens"] == row.total_tokens - row.superposition_tokens
 
 
 def test_two_arms_differ_in_superposition_alone():
@@ -108,6 +123,106 @@ def test_a_count_by_hand():
     assert count_parameters(cfg) == (2 * 11 * 6 + layers(7) + 6, layers(2) + 6)
 
 
+def test_baselines_cost_what_they_read():
+    """Equal data by rule 21, equal loss by the published factors, in steps of the same size."""
+    figures = plan.plan(load("dense_3b.py"), accelerator="b200", chips=64, mfu=0.38)
+    found, per_step = figures["baselines"], 2 * MILLION
+    assert found["equal_flops"]["total_tokens"] == 20_000 * per_step
+    # N (r s + 1 - r) = 20,000 (0.3 * 6 + 0.7): what the paper ran.
+    assert found["equal_data"]["steps"] == 50_000
+    assert found["equal_data"]["total_tokens"] == figures["total_tokens"] == 104_857_600_000
+    longer, longest = found["equal_loss"]
+    assert (longer["steps"], longer["total_tokens"]) == (36_000, 75_497_472_000)
+    assert longest["steps"] == round(20_000 * 125_000 / 49_983)
+    costs = (found["equal_flops"], found["equal_data"], longer, longest)
+    for cost in costs:
+        assert cost["total_tokens"] == cost["steps"] * per_step
+        assert cost["flops"] * 20_000 == figures["flops"] * cost["steps"]
+        assert cost["flops_ratio"] == pytest.approx(cost["steps"] / 20_000)
+        assert cost["hours"] == pytest.approx(figures["hours"] * cost["steps"] / 20_000)
+    corpus = plan.plan(load("dense_3b.py"), corpus_tokens="1e12")["corpus"]
+    assert corpus["equal_data_epochs"] == corpus["epochs"] == 0.1048576
+    # A batch that changes has no equal number of steps; compare refuses it too.
+    figures = plan.plan(load("dense_3b.py", data__rows_from="10000:1024"))
+    assert figures["baselines"]["equal_data"] is None
+    assert "none, as data.rows_from" in plan_page.page(load("dense_3b.py"), figures)
+
+
+def test_published_gain_needs_the_published_method():
+    found = plan.plan(load("dense_270m.py"))["published"]
+    assert (found["table"], found["model"], found["steps"]) == (4, "dense_270m", 20_000)
+    assert found["loss_difference"] == pytest.approx(3.1423 - 3.2124)
+    assert (found["parameters_ratio"], found["positions_ratio"]) == (1, 1)
+    longer = plan.plan(load("dense_270m.py", steps=100_000))["published"]
+    assert (longer["table"], longer["pair_steps"]) == (5, 100_000)
+    others = {
+        "tst.weights": dict(tst__weights="power"),
+        "tst.mode": dict(tst__mode="input"),
+        "tst.stages": dict(tst__stages="6:0.3"),
+        "tst.reset_optimizer": dict(tst__reset_optimizer=True),
+        "data.packing": dict(data__packing="document"),
+        "data.rows_from": dict(data__rows_from="10000:2048"),
+        "init_from": dict(init_from="gpt2"),
+    }
+    for name, changes in others.items():
+        config = load("dense_270m.py", **changes)
+        assert plan.unlike_published(config) == [name]
+        found = plan.plan(config)["published"]
+        assert found["loss_difference"] is None and name in found["why_none"]
+    free = dict(tst__bag_size=7, tst__superposition_steps=500)
+    assert plan.unlike_published(load("dense_270m.py", **free)) == []
+
+
+@pytest.mark.parametrize("accelerator", [None, "b200"])
+@pytest.mark.parametrize("name", ["dense_270m.py", "moe_10b_a1b.py", "dense_3b.py:baseline"])
+def test_lines_of_the_page_fit(name, accelerator):
+    config = load(name)
+    lines = plan_page.page(config, plan.plan(config, accelerator)).splitlines()
+    assert all(len(line) <= 120 and line == line.rstrip() for line in lines)
+
+
+def test_page_of_a_run():
+    config = load("dense_270m.py")
+    figures = plan.plan(config, "v5p", None, None, "80B")
+    text = plan_page.page(config, figures, assumed=True)
+    for section in ("Run", "Data", "Compute", "Baselines"):
+        assert any(line.startswith(section) for line in text.splitlines())
+    assert "1.311  equal-FLOPs baseline 0.5243, equal-data baseline 1.311" in text
+    assert text.count("published, not measured here") == 2  # the factors, and the gain
+    assert "104,857,600,000  104.9B" in text and "419.4 GB, 4 a token" in text
+    assert "1 v5p, 459 TFLOP/s each, at MFU 0.4 (an assumption; --mfu=...)" in text
+    assert "You have 80B tokens: r*(s-1) may be at most 0.9073; here it is 1.5." in text
+    assert "r up to 0.1814 with s=6 (3,629 of 20,000 steps), or s up to 4 with r=0.3" in text
+    assert "-0.0701  nats a token at s=6, r=0.3: Table 4" in text
+    assert "s=6, r=0.3 is inside" in text
+    assert "assumption" not in plan_page.page(config, figures)
+
+
+def test_page_says_what_there_is_no_figure_for():
+    config = load("quickstart.py")
+    text = plan_page.page(config, plan.plan(config))
+    assert "hours" not in text and "epochs" not in text
+    assert "no figure: Table 4, dense_270m, 20,000 steps is nearest, more than 10 times" in text
+    moe = load("moe_10b_a1b.py")
+    text = plan_page.page(moe, plan.plan(moe, corpus_tokens="80B"))
+    assert "even a baseline of these steps repeats" in text and "may be at most" not in text
+    assert "Table 5, dense_270m, 100,000 steps is nearest, which holds s 2 to 13" in text
+    output = load("quickstart.py", tst__mode="output")
+    text = plan_page.page(output, plan.plan(output, corpus_tokens="5M"))
+    assert "tst.mode=output reads no more of them than a baseline" in text
+
+
+def test_a_baseline_is_planned_too():
+    config = load("dense_600m.py:baseline")
+    figures = plan.plan(config, "h100", 8, 0.5, "100B")
+    assert figures["corpus"]["equal_data_epochs"] is None
+    text = plan_page.page(config, figures)
+    assert figures["baselines"] is None and figures["published"] is None
+    assert text.splitlines()[-1] == "Nothing is superposed: this is a baseline."
+    assert "TST" not in text and "published" not in text and "superposition" not in text
+    assert "r*(s-1) may be at most 1.3841; here it is 0." in text
+
+
 def run(*arguments):
     command = [sys.executable, "-m", "tst_jax.plan", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -120,6 +235,18 @@ def test_the_command_writes_and_prints_them(tmp_path):
     figures = json.loads(file.read_text())
     assert figures["parameters"] == 253_954_368 and "253,954,368" in done.stdout
     assert figures["positions_per_step"] == 2_097_152
+    assert figures["accelerator"] is figures["hours"] is figures["corpus"] is None
+    assert {"superposition_tokens", "recovery_tokens", "total_tokens", "steps", "flops"} <= set(
+        figures
+    )
+    options = ("--accelerator=b200", "--chips=8", "--mfu=0.31", "--corpus_tokens=80B")
+    done = run("--config=configs/dense_270m.py", *options, f"--json={file}")
+    assert done.returncode == 0, done.stderr
+    config = load("dense_270m.py")
+    figures = plan.plan(config, "b200", 8, 0.31, "80B")
+    assert json.loads(file.read_text()) == figures
+    assert done.stdout == plan_page.page(config, figures) + "\n"
+    assert json.loads(json.dumps(figures, allow_nan=False)) == figures
 
 
 @pytest.mark.parametrize(
@@ -129,12 +256,44 @@ def test_the_command_writes_and_prints_them(tmp_path):
         (["--config=configs/dense_270m.py:bseline"], "the arm is 'bseline'"),
         (["--config=configs/dense_270m.py", "--config.model.kv_heads=2"], "no multiple of"),
         (["--config=configs/dense_270m.py", "--json=nowhere/at/all.json"], "no folder that exists"),
+        (["--config=configs/dense_270m.py", "--json=configs"], "configs is a folder"),
     ],
 )
 def test_mistakes_are_one_line(arguments, words):
     done = run(*arguments)
     assert done.returncode == 2 and words in done.stderr
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (dict(accelerator="b20"), "--accelerator is 'b20'; choose one of v4, .*mean b200?"),
+        (dict(accelerator=""), "--accelerator is ''; choose one of v4, "),
+        (dict(accelerator="cpu"), "--accelerator is 'cpu'; choose one of v4, "),
+        (dict(accelerator="v5e", chips=0), "--chips is 0; it must lie in 1 .. 2147483647"),
+        (dict(accelerator="v5e", chips=-8), "--chips is -8; "),
+        (dict(accelerator="v5e", mfu=0.0), "--mfu is 0.0; it must lie above 0, up to 1"),
+        (dict(accelerator="v5e", mfu=-0.4), "--mfu is -0.4; "),
+        (dict(accelerator="v5e", mfu=40.0), "--mfu is 40.0; it must lie above 0, up to 1"),
+        (dict(accelerator="v5e", mfu=float("nan")), "--mfu is nan; "),
+        (dict(accelerator="v5e", mfu=float("inf")), "--mfu is inf; "),
+        (dict(mfu=0.4), "--mfu is 0.4 without --accelerator; name one of v4, "),
+        (dict(chips=4), "--chips is 4 without --accelerator; name one of v4, "),
+        (dict(corpus_tokens="lots"), "--corpus_tokens is 'lots'; .*80e9, .*80B or 1.5T"),
+    ],
+)
+def test_an_option_that_cannot_be_is_one_line(options, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        plan.plan(load("quickstart.py"), **options)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
+
+
+def test_settings_and_options_are_refused_at_once():
+    with pytest.raises(ConfigError) as caught:
+        plan.plan(load("quickstart.py", steps=0), accelerator="v6", chips=0)
+    steps, accelerator, chips = str(caught.value).splitlines()
+    assert "steps is 0" in steps and "'v6'" in accelerator and "--chips is 0" in chips
 
 
 def test_settings_that_no_decoder_has_are_refused():
