@@ -24,7 +24,7 @@ from prepared_corpus import (
 )
 
 from tst_jax import prepare
-from tst_jax.data import vocabulary
+from tst_jax.data import sources, vocabulary
 from tst_jax.data.store import StoreError, open_store
 from tst_jax.errors import UserError
 
@@ -228,6 +228,26 @@ def test_the_command_reports_what_it_made(corpus, tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(prepare.platform, "python_version", lambda: "2.7.18")
     status, _, err = run(capsys, *arguments)
     assert status == 2 and "and 2.7.18 here" in err
+
+
+def test_other_packages_are_another_request(tmp_path, monkeypatch, capsys):
+    """The packages and their versions stand in the store, and what differs is named."""
+    for name in ("one", "two"):
+        (tmp_path / f"site/{name}").mkdir(parents=True)
+        for i in range(8):
+            (tmp_path / f"site/{name}/code{i}.py").write_text(f"{name} = {i}\n" * 100)
+        (tmp_path / f"site/{name}-1.0.dist-info").mkdir()
+        text = f"Name: {name}\nVersion: 1.0\n"
+        (tmp_path / f"site/{name}-1.0.dist-info/METADATA").write_text(text)
+    monkeypatch.setattr(sources.Stdlib, "units", lambda self: [])
+    arguments = ["--source=packages", f"--data_dir={tmp_path / 'site'}", "--vocab_size=257"]
+    arguments += [f"--out={tmp_path / 'store'}", "--heldout_fraction=0.5"]
+    assert run(capsys, *arguments)[::2] == (0, "")
+    request = open_store(tmp_path / "store").manifest["provenance"]["request"]
+    assert request["packages"] == ["one==1.0", "two==1.0"]
+    (tmp_path / "site/one-1.0.dist-info/METADATA").write_text("Name: one\nVersion: 1.1\n")
+    status, _, err = run(capsys, *arguments)
+    assert status == 2 and "(packages one==1.0 there and one==1.1 here)" in err
 
 
 TEXT = ["--source=text", "--files=ok.txt", "--out=x"]

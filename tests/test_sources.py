@@ -6,13 +6,14 @@ import struct
 import sys
 
 import fsspec
+import jax
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from source_checks import TEXTS, check_every_cut, lines, read, refuses
 
 from tst_jax.data import sources, units
-from tst_jax.data.sources import SOURCES, Jsonl, Parquet, Stdlib, Text
+from tst_jax.data.sources import SOURCES, Jsonl, Packages, Parquet, Stdlib, Text
 
 
 def zstd(data):
@@ -100,6 +101,33 @@ def test_stdlib_of_this_python():
     texts = list(Stdlib().read(units[0]))
     with open(os.__file__, encoding="utf-8") as file:
         assert file.read() in texts
+
+
+def test_packages_beside_the_standard_library(tmp_path):
+    """Each package's files, and what is installed by name and version."""
+    line = b"x = 1  # nine and more bytes\n"
+    contents = {"one/a.py": line * 10, "one/sub/b.py": line * 11, "two.py": line * 12}
+    contents |= {"one/tiny.py": line, "one/giant.py": line * 10_000, "one/c.pyc": line * 10}
+    contents |= {"one/__pycache__/d.py": line * 10}
+    contents |= {"one-1.5.dist-info/METADATA": b"Name: one\nVersion: 1.5\n"}
+    contents |= {"two-2.0.dist-info/METADATA": b"Name: Two\nVersion: 2.0\n"}
+    for name, data in contents.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+    source, library = Packages(str(tmp_path)), Stdlib().units()
+    assert source.units()[: len(library)] == library
+    own = [text for unit in source.units()[len(library) :] for text in source.read(unit)]
+    assert own == [contents[name].decode() for name in ("two.py", "one/a.py", "one/sub/b.py")]
+    assert source.installed() == ["one==1.5", "two==2.0"]
+    refuses("holds no installed package", Packages(str(tmp_path / "one")).units)
+
+
+def test_packages_of_this_environment():
+    source = Packages()
+    assert f"jax=={jax.__version__}" in source.installed()
+    # Far more than the library alone, which is the first part.
+    size = lambda units: sum(unit.bytes for unit in units)
+    assert size(source.units()) > 1.5 * size(Stdlib().units())
 
 
 # ---- JSON lines
@@ -210,4 +238,4 @@ def test_parquet_refuses(tmp_path, monkeypatch):
 
 
 def test_every_source_has_a_name():
-    assert [source.tokens for source in SOURCES.values()] == [False] * 6 + [True] * 2
+    assert [source.tokens for source in SOURCES.values()] == [False] * 7 + [True] * 2

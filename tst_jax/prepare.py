@@ -1,6 +1,7 @@
 """Makes a token store from a corpus: read, encode, shuffle, split, write.
 
     python -m tst_jax.prepare --source=stdlib --out=DIR
+    python -m tst_jax.prepare --source=packages --out=DIR
     python -m tst_jax.prepare --source=text --files='corpus/**/*.txt' --out=DIR --vocab_size=32768
     python -m tst_jax.prepare --source=jsonl --files='gs://BUCKET/dclm/*.jsonl.zst' --out=DIR \
         --tokenizer=llama-3/tokenizer.json --bos='<|begin_of_text|>' --separator='<|end_of_text|>'
@@ -13,7 +14,8 @@
     python -m tst_jax.prepare --source=megatron --files='corpus_text_document.bin' --out=DIR \
         --vocab_size=50432 --separator=0
 
-`stdlib` is the running Python's own standard library: a real corpus that needs no download. The
+`stdlib` is the running Python's own standard library: a real corpus that needs no download.
+`packages` adds the Python source of all installed packages, or of those in --data_dir. The
 command can be killed at any time: run again it goes on, and a store that is done it verifies and
 leaves as it is. Work in progress lies in .NAME.preparing beside the store. Documents with the same
 content are kept once; the order of the documents, and which are held out, follow from their content
@@ -104,7 +106,7 @@ def prepare_store(out: str | os.PathLike, **flags) -> Store:
     if not done:
         check_writable(options.out)
     units = source.units()
-    request = _request(options, given, units)
+    request = _request(options, given, source, units)
     if done:
         store = _verified(options.out, request)
         print("already prepared")
@@ -166,7 +168,7 @@ def _source(options, given):
     return source(**arguments)
 
 
-def _request(options, given, units) -> dict[str, Any]:
+def _request(options, given, source, units) -> dict[str, Any]:
     """What decides the content of the store, as JSON."""
     request = dataclasses.asdict(options)
     for name in _HARMLESS:
@@ -180,14 +182,24 @@ def _request(options, given, units) -> dict[str, Any]:
         "bytes": sum(unit.bytes for unit in units),
         "sha256": hashlib.sha256(listed).hexdigest(),
     }
-    if options.source == "stdlib":
+    if options.source in ("stdlib", "packages"):
         request["python"] = platform.python_version()
+    if options.source == "packages":
+        request["packages"] = source.installed()
     return request
 
 
 def _differences(found: dict, wanted: dict) -> str:
-    keys = [key for key in {**found, **wanted} if found.get(key) != wanted.get(key)]
-    return ", ".join(f"{key} {found.get(key)} there and {wanted.get(key)} here" for key in keys)
+    texts = []
+    for key in {**found, **wanted}:
+        there, here = found.get(key), wanted.get(key)
+        if there == here:
+            continue
+        if isinstance(there, list) and isinstance(here, list):  # of packages: only what differs
+            there, here = sorted(set(there) - set(here)), sorted(set(here) - set(there))
+            there, here = (", ".join(part[:5]) or "none" for part in (there, here))
+        texts.append(f"{key} {there} there and {here} here")
+    return ", ".join(texts)
 
 
 def _verified(out: Path, request) -> Store:
@@ -258,7 +270,7 @@ def _parser() -> _Parser:
     add("--dataset", metavar="NAME", help="of tfds, or of the Hugging Face hub, or its folder")
     add("--dataset_config", metavar="NAME", help="of a Hugging Face dataset")
     add("--split", help="of the dataset; default train")
-    add("--data_dir", metavar="DIR", help="of tfds")
+    add("--data_dir", metavar="DIR", help="of tfds; of packages: pip's --target")
     add(
         "--tokenizer",
         metavar="WHAT",

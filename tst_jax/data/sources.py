@@ -6,6 +6,7 @@ here downloads a data set as a whole.
 """
 
 import dataclasses
+import importlib.metadata
 import io
 import itertools
 import json
@@ -38,7 +39,7 @@ STDLIB_UNIT_BYTES = 4 << 20
 
 _CODECS = {".gz": "gzip", ".gzip": "gzip", ".zst": "zstd", ".zstd": "zstd"}
 
-_STDLIB_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "lib2to3"}
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "lib2to3"}
 _STDLIB_SMALLEST = 200
 _STDLIB_LARGEST = 200_000
 _STDLIB_LARGEST_ENCODING = 10_000
@@ -62,16 +63,10 @@ class Stdlib:
     def units(self) -> list[Unit]:
         root = Path(sysconfig.get_paths()["stdlib"] if self.root is None else self.root)
         found = []
-        for folder, subfolders, files in os.walk(root):
-            subfolders[:] = sorted(set(subfolders) - _STDLIB_SKIPPED_FOLDERS)
-            for path in (Path(folder, file) for file in sorted(files)):
-                if path.suffix != ".py" or path.name.startswith("_sysconfigdata"):
-                    continue
-                size = path.stat().st_size
-                table = path.parent.name == "encodings" and size > _STDLIB_LARGEST_ENCODING
-                if size >= _STDLIB_SMALLEST and not table:
-                    name = path.relative_to(root).as_posix()
-                    found.append((name, min(size, _STDLIB_LARGEST)))
+        for path, size in _python_files(root):
+            table = path.parent.name == "encodings" and size > _STDLIB_LARGEST_ENCODING
+            if not table and not path.name.startswith("_sysconfigdata"):
+                found.append((path.relative_to(root).as_posix(), min(size, _STDLIB_LARGEST)))
         require(found, f"{root}: holds no Python file; give the folder of a standard library")
         return units_of_files(found, STDLIB_UNIT_BYTES, str(root))
 
@@ -88,6 +83,60 @@ class Stdlib:
                 end = data.rfind(b"\n", 0, _STDLIB_LARGEST) + 1 or _STDLIB_LARGEST
                 text = data[:end].decode("utf-8", errors="ignore")
             yield text
+
+
+@dataclasses.dataclass(frozen=True)
+class Packages:
+    """The standard library, and the Python source of every package installed in an environment.
+
+    Of the packages: each `.py` file of 200 to 200,000 bytes that is UTF-8. `data_dir` is a folder
+    of packages (that of `pip install --target=DIR`), by default the running environment's.
+    units() raises SourceError if it holds no package.
+    """
+
+    data_dir: str | None = None
+    tokens: ClassVar[bool] = False
+
+    def units(self) -> list[Unit]:
+        units = Stdlib().units()
+        for root in self._roots():
+            files = [
+                (path.relative_to(root).as_posix(), size)
+                for path, size in _python_files(root)
+                if size <= _STDLIB_LARGEST
+            ]
+            units += units_of_files(files, STDLIB_UNIT_BYTES, str(root))
+        return units
+
+    def read(self, unit: Unit) -> Iterator[str]:
+        return Stdlib().read(unit)
+
+    def installed(self) -> list[str]:
+        """ "NAME==VERSION" of each package, sorted: what the corpus consists of."""
+        found = importlib.metadata.distributions(path=[str(root) for root in self._roots()])
+        named = {f"{package.name.lower()}=={package.version}" for package in found if package.name}
+        return sorted(named)
+
+    def _roots(self) -> list[Path]:
+        paths = sysconfig.get_paths()
+        given = [paths["purelib"], paths["platlib"]] if self.data_dir is None else [self.data_dir]
+        roots = sorted({Path(path).resolve() for path in given})
+        holds = [root for root in roots if next(root.glob("*.dist-info"), None)]
+        require(
+            holds,
+            f"{roots[0]}: holds no installed package; give --data_dir the folder of "
+            "pip install --target=DIR",
+        )
+        return holds
+
+
+def _python_files(root: Path) -> Iterator[tuple[Path, int]]:
+    """(path, bytes) of each Python file under a folder, in sorted order; small ones left out."""
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = sorted(set(subfolders) - _SKIPPED_FOLDERS)
+        for path in (Path(folder, file) for file in sorted(files)):
+            if path.suffix == ".py" and (size := path.stat().st_size) >= _STDLIB_SMALLEST:
+                yield path, size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,6 +299,7 @@ class Parquet:
 
 SOURCES = {
     "stdlib": Stdlib,
+    "packages": Packages,
     "text": Text,
     "jsonl": Jsonl,
     "parquet": Parquet,
