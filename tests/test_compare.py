@@ -4,13 +4,14 @@ import copy
 import json
 import math
 import re
+import statistics
 
 import pytest
 
 from tst_jax import compare as compare_lib
 from tst_jax import config as config_lib
 from tst_jax import report
-from tst_jax.compare import Run, baseline_of, compare, equal_data_steps, equal_loss_steps, summarize
+from tst_jax.compare import Run, baseline_of, compare, equal_data_steps, equal_loss, summarize
 from tst_jax.errors import UserError
 
 
@@ -92,28 +93,60 @@ def test_verdict_is_the_same_sentence_for_either_winner(config):
     assert "may be noise" in report.verdict(summarize(low[:1], high[:1]))
 
 
+def curve(steps, seed=0):
+    """Falls by half a nat for each e-fold of steps; odd seeds lie 0.01 higher than even ones."""
+    return 3 - 0.5 * math.log(steps / 1000) + 0.01 * (seed % 2)
+
+
 @pytest.mark.parametrize("gap, expected", [(0.1, math.exp(0.2)), (-0.1, math.exp(-0.2))])
 def test_equal_loss_is_interpolated(config, monkeypatch, gap, expected):
-    """On a curve that falls by half a nat for each e-fold of steps the search finds the length that
-    closes the gap, longer or shorter than TST (rule 21)."""
+    """The search finds the length that closes the gap, longer or shorter than TST (rule 21)."""
     tried = []
 
     def run(config, workdir, name, seed):
         tried.append(config.steps)
         assert config.tst.ratio == 0 and str(config.steps) in name
-        return fake_run(config, 3 - 0.5 * math.log(config.steps / 1000))
+        return fake_run(config, curve(config.steps))
 
     config.steps = 1000
     monkeypatch.setattr(compare_lib, "run_once", run)
-    found = equal_loss_steps(config, "unused", [0], 3 - gap, {1000: 3.0})
-    assert found / 1000 == pytest.approx(expected, rel=1e-3)
-    assert len(tried) == 2
+    tst, baselines = [fake_run(config, 3 - gap)], {1000: [fake_run(config, 3.0)]}
+    found = equal_loss(config, "unused", [0], tst, baselines)
+    assert found == {"speedup": pytest.approx(expected, rel=1e-3), "low": None, "high": None}
+    assert len(tried) == 2 and sorted([1000, *tried]) == sorted(baselines)
+
+
+def test_equal_loss_has_the_uncertainty_of_its_seeds(config, monkeypatch):
+    """Pairs of seeds differ by 0.1 +- 0.02: on a slope of half a nat an e-fold, 0.2 +- 0.04."""
+    config.steps = 1000
+    run = lambda config, workdir, name, seed: fake_run(config, curve(config.steps, seed))
+    monkeypatch.setattr(compare_lib, "run_once", run)
+    gaps = [0.08, 0.12, 0.06, 0.14]
+    tst = [fake_run(config, curve(1000, seed) - gap) for seed, gap in enumerate(gaps)]
+    baselines = {1000: [fake_run(config, curve(1000, seed)) for seed in range(4)]}
+    found = equal_loss(config, "unused", range(4), tst, baselines)
+    error = statistics.stdev(gaps) / 2 / 0.5
+    assert found["speedup"] == pytest.approx(math.exp(0.2), rel=1e-3)
+    assert found["low"] == pytest.approx(math.exp(0.2 - error), rel=1e-3)
+    assert found["high"] == pytest.approx(math.exp(0.2 + error), rel=1e-3)
+
+
+def test_equal_loss_interpolates_between_near_lengths_only(config, monkeypatch):
+    """The baseline of equal data, twice as long, is no neighbour: lengths between are run."""
+    config.steps = 1000
+    run = lambda config, workdir, name, seed: fake_run(config, curve(config.steps))
+    monkeypatch.setattr(compare_lib, "run_once", run)
+    baselines = {steps: [fake_run(config, curve(steps))] for steps in (1000, 2000)}
+    found = equal_loss(config, "unused", [0], [fake_run(config, curve(1200))], baselines)
+    assert found["speedup"] == pytest.approx(1.2, rel=1e-3)
+    assert sorted(baselines) == [1000, 1189, 1414, 2000]
 
 
 def test_equal_loss_gives_up(config, monkeypatch):
     """A loss that no baseline length up to four times reaches gives None, not a guess."""
     monkeypatch.setattr(compare_lib, "run_once", lambda c, *_: fake_run(c, 3.0))
-    assert equal_loss_steps(config, "unused", [0], 2.0, {config.steps: 3.0}) is None
+    baselines = {config.steps: [fake_run(config, 3.0)]}
+    assert equal_loss(config, "unused", [0], [fake_run(config, 2.0)], baselines) is None
 
 
 def test_equal_data_steps(config):
@@ -142,7 +175,7 @@ def test_nothing_to_compare_is_refused(config, tmp_path):
 def test_page_escapes_what_it_shows(config, tmp_path):
     config.data.store = "<script>alert(1)</script>"
     baseline, tst = [fake_run(baseline_of(config), 3.0)], [fake_run(config, 2.9)]
-    report.write(tmp_path, summarize(baseline, tst), baseline, tst, False)
+    report.write(tmp_path, summarize(baseline, tst), {config.steps: baseline}, tst)
     assert "<script>" not in (tmp_path / "report.html").read_text()
 
 
@@ -155,5 +188,5 @@ def test_shortest_phases_still_give_a_report(config, tmp_path, steps, ratio):
         run.evals[:] = [{"step": steps, "eval_loss": 3.0, "eval_bits_per_byte": 1.0}]
     summary = summarize(*arms)
     assert summary["step_time_ratio"] > 0
-    report.write(tmp_path, summary, *arms, False)
+    report.write(tmp_path, summary, {steps: arms[0]}, arms[1])
     assert (tmp_path / "report.html").exists()

@@ -145,8 +145,8 @@ def written(config, workdir):
     workdir.mkdir(parents=True)
     baseline, tst = [fake_run(baseline_of(config), 3.0)], [fake_run(config, 2.9)]
     summary = summarize(baseline, tst)
-    summary["equal_loss_baselines"] = {"20": 3.0}
-    report.write(workdir, summary, baseline, tst, True)
+    summary["equal_loss_baselines"] = {"20": [3.0]}
+    report.write(workdir, summary, {config.steps: baseline}, tst)
     return Page((workdir / "report.html").read_text())
 
 

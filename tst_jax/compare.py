@@ -11,6 +11,7 @@ loss.png and report.html.
 
 import copy
 import dataclasses
+import itertools
 import math
 import pathlib
 import statistics
@@ -21,8 +22,10 @@ from tst_jax.config import Config
 from tst_jax.errors import UserError
 from tst_jax.train import train
 
-# How the equal-loss search lengthens the baseline, and where it gives up.
+# How the equal-loss search lengthens the baseline, between which lengths it may interpolate, and
+# where it gives up.
 GROWTH = 1.15
+WIDEST = 1.4
 LONGEST = 4.0
 
 
@@ -78,36 +81,58 @@ def run_once(config: Config, workdir, name: str, seed: int) -> Run:
     )
 
 
-def equal_loss_steps(config: Config, workdir, seeds, target: float, known: dict) -> float | None:
-    """Baseline steps whose mean final held-out loss is `target`, interpolated in log(steps).
+def stderr(values) -> float | None:
+    """Standard error of the mean; None of fewer than two values, which show no noise."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def equal_loss(config: Config, workdir, seeds, tst: list[Run], baselines: dict) -> dict | None:
+    """The baseline steps whose final held-out loss is TST's, interpolated in log(steps) (rule 21).
+
+    Lengths grow or shrink by `GROWTH` until the mean over seeds passes TST's between two that are
+    at most `WIDEST` apart. The uncertainty is that of the seeds: the standard error of
+    (interpolated baseline - TST), paired by seed, over the slope of the baseline's loss there.
 
     Args:
       config: the TST run's.
       workdir, seeds: as for the comparison.
-      target: TST's mean final held-out loss.
-      known: {steps: mean final loss} of baselines that are there already; grows.
+      tst: its runs, one a seed.
+      baselines: {steps: runs} of the baselines that are there already; grows.
     Returns:
-      The number of steps, or None when it lies outside 1/LONGEST .. LONGEST times the TST run's.
+      {"speedup": baseline steps over TST's, "low", "high": the same one standard error away (None
+      with one seed)}; None where it lies outside 1/LONGEST .. LONGEST.
     """
-    factor = GROWTH if known[config.steps] > target else 1 / GROWTH
-    steps = config.steps
+    targets = [run.final_eval_loss for run in tst]
+    target = statistics.mean(targets)
+    losses = lambda steps: [run.final_eval_loss for run in baselines[steps]]
+    mean = lambda steps: statistics.mean(losses(steps))
+    factor = GROWTH if mean(config.steps) > target else 1 / GROWTH
+    last = config.steps
     while True:
-        reached, missed = [], []
-        for length, loss in sorted(known.items()):
-            (reached if loss <= target else missed).append(length)
-        if reached and missed:
-            break
-        steps = round(steps * factor)
-        if not 1 / LONGEST <= steps / config.steps <= LONGEST:
-            return None
-        runs = [
-            run_once(baseline_of(config, steps), workdir, f"baseline-{steps}-steps", seed)
-            for seed in seeds
-        ]
-        known[steps] = statistics.mean(run.final_eval_loss for run in runs)
-    low, high = max(missed), min(reached)
-    share = (known[low] - target) / (known[low] - known[high])
-    return math.exp(math.log(low) + share * (math.log(high) - math.log(low)))
+        pairs = itertools.pairwise(sorted(baselines))
+        crossed = [(a, b) for a, b in pairs if mean(a) > target >= mean(b)]
+        if crossed:
+            low, high = crossed[0]
+            steps = round(math.sqrt(low * high))
+            if high <= WIDEST * low or steps in baselines:
+                break
+        else:
+            steps = last = round(last * factor)
+            if not 1 / LONGEST <= steps / config.steps <= LONGEST:
+                return None
+        if steps not in baselines:
+            longer, name = baseline_of(config, steps), f"baseline-{steps}-steps"
+            baselines[steps] = [run_once(longer, workdir, name, seed) for seed in seeds]
+    fall, width = mean(low) - mean(high), math.log(high / low)
+    share = (mean(low) - target) / fall
+    speedup = low / config.steps * math.exp(share * width)
+    pairs = zip(losses(low), losses(high), targets)
+    gaps = [a + share * (b - a) - wanted for a, b, wanted in pairs]
+    error = stderr(gaps)
+    if error is None:
+        return {"speedup": speedup, "low": None, "high": None}
+    spread = math.exp(error * width / fall)
+    return {"speedup": speedup, "low": speedup / spread, "high": speedup * spread}
 
 
 def _step_seconds(runs: list[Run], superposed: bool = False) -> float:
@@ -139,9 +164,6 @@ def summarize(baseline: list[Run], tst: list[Run]) -> dict:
     arms = {"baseline": summarize_arm(baseline), "tst": summarize_arm(tst)}
     pairs = zip(arms["baseline"]["final_eval_loss"], arms["tst"]["final_eval_loss"])
     differences = [b - a for a, b in pairs]
-    stderr = None
-    if len(differences) > 1:
-        stderr = statistics.stdev(differences) / math.sqrt(len(differences))
     ratio = lambda name: arms["tst"][name] / arms["baseline"][name]
     return {
         **arms,
@@ -152,15 +174,21 @@ def summarize(baseline: list[Run], tst: list[Run]) -> dict:
         "step_time_ratio": _step_seconds(tst, superposed=True) / _step_seconds(baseline),
         "eval_loss_difference": differences,
         "eval_loss_difference_mean": statistics.mean(differences),
-        "eval_loss_difference_stderr": stderr,
+        "eval_loss_difference_stderr": stderr(differences),
         "equal_loss_speedup": None,
         "equal_data": None,
     }
 
 
-def compare(config: Config, workdir, seeds: int, equal_loss=False, equal_data=False) -> dict:
+def compare(config: Config, workdir, seeds: int, with_equal_loss=False, equal_data=False) -> dict:
     """Runs what is missing, writes the report, returns the summary.
 
+    Args:
+      config: the TST run's.
+      workdir: of the comparison; finished runs in it are reused.
+      seeds: how many, from config.seed on.
+      with_equal_loss: searches the baseline length that reaches TST's loss.
+      equal_data: adds a baseline that reads as many tokens.
     Raises:
       UserError: nothing to compare, or what `train` refuses.
     """
@@ -171,7 +199,7 @@ def compare(config: Config, workdir, seeds: int, equal_loss=False, equal_data=Fa
         raise UserError(f"--seeds is {seeds}; give at least 1, better 3")
     if config.stop_after >= 0:
         raise UserError("stop_after is set; a comparison needs whole runs, leave it at -1")
-    if config.data.rows_from and (equal_loss or equal_data):
+    if config.data.rows_from and (with_equal_loss or equal_data):
         raise UserError(
             "data.rows_from is set; --equal_loss and --equal_data need one batch size in all runs"
         )
@@ -184,19 +212,22 @@ def compare(config: Config, workdir, seeds: int, equal_loss=False, equal_data=Fa
         for name, arm in arms.items():
             runs[name].append(run_once(arm, workdir, name, seed))
     summary = summarize(runs["baseline"], runs["tst"])
-    mean = lambda runs: statistics.mean(run.final_eval_loss for run in runs)
-    known = {config.steps: mean(runs["baseline"])}
+    baselines = {config.steps: runs["baseline"]}
     if equal_data:
         steps = equal_data_steps(config)
         longer = baseline_of(config, steps)
-        more = [run_once(longer, workdir, f"baseline-{steps}-steps", seed) for seed in numbers]
-        known[steps] = mean(more)
-        summary["equal_data"] = summarize_arm(more)
-    if equal_loss:
-        steps = equal_loss_steps(config, workdir, numbers, mean(runs["tst"]), known)
-        summary["equal_loss_speedup"] = steps and steps / config.steps
-        summary["equal_loss_baselines"] = {str(k): known[k] for k in sorted(known)}
-    report.write(workdir, summary, runs["baseline"], runs["tst"], equal_loss)
+        name = f"baseline-{steps}-steps"
+        baselines[steps] = [run_once(longer, workdir, name, seed) for seed in numbers]
+        summary["equal_data"] = summarize_arm(baselines[steps])
+    if with_equal_loss:
+        found = equal_loss(config, workdir, numbers, runs["tst"], baselines)
+        summary["equal_loss_speedup"] = found and found["speedup"]
+        summary["equal_loss_speedup_interval"] = found and [found["low"], found["high"]]
+        summary["equal_loss_baselines"] = {
+            str(steps): [run.final_eval_loss for run in baselines[steps]]
+            for steps in sorted(baselines)
+        }
+    report.write(workdir, summary, baselines, runs["tst"])
     return summary
 
 

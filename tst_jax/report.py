@@ -15,7 +15,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from tst_jax import __version__
+from tst_jax import __version__, flops
 from tst_jax import config as config_lib
 
 COLORS = {"baseline": "#5b6770", "tst": "#c2410c"}
@@ -76,7 +76,7 @@ def text_table(summary: dict) -> str:
     return "\n".join(line(row) for row in rows)
 
 
-def _findings(summary: dict, asked_equal_loss: bool) -> list[str]:
+def _findings(summary: dict) -> list[str]:
     losses = zip(
         summary["seeds"],
         summary["baseline"]["final_eval_loss"],
@@ -94,22 +94,28 @@ def _findings(summary: dict, asked_equal_loss: bool) -> list[str]:
     if summary["equal_data"]:
         mean = statistics.mean(summary["equal_data"]["final_eval_loss"])
         lines.append(
-            f"A baseline that reads as many data tokens ({summary['equal_data']['steps']:,} steps) "
-            f"ends at {mean:.4f}."
+            f"Equal data: a baseline that reads as many tokens "
+            f"({summary['equal_data']['steps']:,} steps) ends at {mean:.4f}."
         )
-    if asked_equal_loss:
-        speedup = summary["equal_loss_speedup"]
-        tried = ", ".join(
-            f"{int(steps):,} steps {loss:.4f}"
-            for steps, loss in summary["equal_loss_baselines"].items()
-        )
-        found = (
-            f"Equal loss: the baseline needs {speedup:.2f} times TST's steps"
-            if speedup
-            else "Equal loss: no baseline length that was tried reaches TST's loss"
-        )
-        lines.append(f"{found} (baselines tried: {tried}).")
+    if "equal_loss_baselines" in summary:
+        lines.append(_equal_loss(summary))
     return lines
+
+
+def _equal_loss(summary: dict) -> str:
+    tried = ", ".join(
+        f"{int(steps):,} steps {statistics.mean(losses):.4f}"
+        for steps, losses in summary["equal_loss_baselines"].items()
+    )
+    if not summary["equal_loss_speedup"]:
+        found = "no baseline length that was tried reaches TST's loss"
+    else:
+        found = f"the baseline needs {summary['equal_loss_speedup']:.2f} times TST's steps"
+        low, high = summary["equal_loss_speedup_interval"]
+        if low is not None:
+            found += f" ({low:.2f} to {high:.2f}: one standard error of {len(summary['seeds'])} "
+            found += "seeds)"
+    return f"Equal loss: {found} (baselines tried: {tried})."
 
 
 def _curves(runs):
@@ -119,50 +125,86 @@ def _curves(runs):
     return steps, [statistics.mean(column) for column in zip(*losses)], losses
 
 
-def draw(path, baseline, tst) -> None:
-    """loss.png: held-out loss over steps, and the difference after the switch, enlarged."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for name, runs in (("baseline", baseline), ("tst", tst)):
-        steps, mean, each = _curves(runs)
-        for losses in each if len(each) > 1 else []:
-            left.plot(steps, losses, color=COLORS[name], alpha=0.25, linewidth=0.8)
-        left.plot(steps, mean, color=COLORS[name], label=LABELS[name], marker=".")
-    switch = tst[0].switch
-    lowest = min(min(_curves(runs)[1]) for runs in (baseline, tst))
-    highest = max(_curves(baseline)[1])
-    room = 0.05 * (highest - lowest) or 0.01  # a run of one evaluation has no range
-    left.set_ylim(lowest - room, highest + room)
-    left.set_xlabel("step (equal FLOPs)")
-    left.set_ylabel("held-out next-token loss, nats a token")
-    left.legend(frameon=False)
+def _spent(config, step: int) -> dict[str, float]:
+    """What a run has spent once `step` steps are done."""
+    tokens = spent = 0
+    for stage in config_lib.stages(config):
+        steps = max(0, min(step, stage.stop) - stage.start)
+        tokens += steps * stage.step_tokens
+        spent += steps * flops.step_flops(config.model, stage.rows, stage.positions)
+    return {"step": step, "FLOPs": spent, "data tokens": tokens}
 
+
+def _mark_switch(axes, where) -> None:
+    axes.axvline(where, color="black", linewidth=0.8, linestyle=":")
+    axes.annotate(
+        "switch",
+        (where, 1),
+        (3, -10),
+        xycoords=("data", "axes fraction"),
+        textcoords="offset points",
+        fontsize=8,
+    )
+
+
+def draw(path, baselines: dict, tst) -> None:
+    """loss.png, in the manner of the paper's Figure 3: held-out loss over steps (equal FLOPs), over
+    FLOPs (equal loss) and over data tokens (equal data), and the difference after the switch.
+
+    Args:
+      path: of the picture.
+      baselines: {steps: runs}; those of TST's own length are compared, others drawn beside them.
+      tst: its runs.
+    """
+    figure, panels = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
+    same, switch = baselines[tst[0].config.steps], tst[0].switch
+    arms = [("baseline", same, LABELS["baseline"]), ("tst", tst, LABELS["tst"])]
+    others = [
+        ("baseline", runs, f"baseline, {steps:,} steps")
+        for steps, runs in sorted(baselines.items())
+        if runs is not same
+    ]
+    lowest = min(min(_curves(runs)[1]) for _, runs, _ in arms + others)
+    highest = max(_curves(same)[1])
+    room = 0.05 * (highest - lowest) or 0.01  # a run of one evaluation has no range
+    for axes, unit in zip(panels.flat, ("step", "FLOPs", "data tokens")):
+        for i, (name, runs, label) in enumerate(arms if unit == "step" else arms + others):
+            steps, mean, each = _curves(runs)
+            x = [_spent(runs[0].config, step)[unit] for step in steps]
+            style = dict(color=COLORS[name], marker=".")
+            if i >= len(arms):
+                style |= dict(linestyle="--", linewidth=0.8, marker="", alpha=0.4 + 0.6 / (i - 0.5))
+            for losses in each if len(each) > 1 and i < len(arms) else []:
+                axes.plot(x, losses, color=COLORS[name], alpha=0.25, linewidth=0.8)
+            axes.plot(x, mean, label=label, **style)
+        axes.set_ylim(lowest - room, highest + room)
+        axes.set_xlabel({"step": "step (equal FLOPs)"}.get(unit, unit))
+        axes.set_ylabel("held-out next-token loss, nats a token")
+        axes.legend(frameon=False)
+        _mark_switch(axes, _spent(tst[0].config, switch)[unit])
+    _draw_difference(panels.flat[3], same, tst, switch)
+    panels.flat[3].set_xlim(panels.flat[0].get_xlim())
+    for axes in panels.flat:
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _draw_difference(axes, baseline, tst, switch) -> None:
     # An evaluation at the switch exists in one arm only.
     losses = lambda run: {line["step"]: line["eval_loss"] for line in run.evals}
     pairs = [(losses(ours), losses(theirs)) for ours, theirs in zip(tst, baseline)]
     x = [step for step in pairs[0][0] if step in pairs[0][1] and step > switch]
     differences = [[ours[step] - theirs[step] for step in x] for ours, theirs in pairs]
     for line in differences if len(differences) > 1 else []:
-        right.plot(x, line, color=COLORS["tst"], alpha=0.3, linewidth=0.8)
+        axes.plot(x, line, color=COLORS["tst"], alpha=0.3, linewidth=0.8)
     mean = [statistics.mean(column) for column in zip(*differences)]
-    right.plot(x, mean, color=COLORS["tst"], marker=".", label="TST minus baseline")
-    right.axhline(0, color=COLORS["baseline"], linewidth=1)
-    right.set_xlim(left.get_xlim())
-    right.set_xlabel("step (equal FLOPs)")
-    right.set_ylabel("difference, nats a token (below 0: TST is better)")
-    right.legend(frameon=False)
-    for axes in (left, right):
-        axes.axvline(switch, color="black", linewidth=0.8, linestyle=":")
-        axes.annotate(
-            "switch",
-            (switch, 1),
-            (3, -10),
-            xycoords=("data", "axes fraction"),
-            textcoords="offset points",
-            fontsize=8,
-        )
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    axes.plot(x, mean, color=COLORS["tst"], marker=".", label="TST minus baseline")
+    axes.axhline(0, color=COLORS["baseline"], linewidth=1)
+    axes.set_xlabel("step (equal FLOPs)")
+    axes.set_ylabel("difference, nats a token (below 0: TST is better)")
+    axes.legend(frameon=False)
+    _mark_switch(axes, switch)
 
 
 def _environment() -> list[str]:
@@ -174,16 +216,17 @@ def _environment() -> list[str]:
     ]
 
 
-def write(workdir, summary: dict, baseline, tst, asked_equal_loss: bool) -> None:
-    """summary.json, loss.png, report.md and report.html in `workdir`."""
+def write(workdir, summary: dict, baselines: dict, tst) -> None:
+    """summary.json, loss.png, report.md and report.html in `workdir`; arguments as of `draw`."""
     workdir = pathlib.Path(workdir)
     (workdir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    draw(workdir / "loss.png", baseline, tst)
+    draw(workdir / "loss.png", baselines, tst)
+    baseline = baselines[tst[0].config.steps]
     settings = config_lib.flatten(tst[0].config)
     changed = config_lib.differences(
         dataclasses.asdict(baseline[0].config), dataclasses.asdict(tst[0].config), harmless=True
     )
-    findings = _findings(summary, asked_equal_loss)
+    findings = _findings(summary)
     (workdir / "report.md").write_text(_markdown(summary, findings, changed, settings))
     picture = base64.b64encode((workdir / "loss.png").read_bytes()).decode()
     (workdir / "report.html").write_text(_page(summary, findings, changed, settings, picture))
