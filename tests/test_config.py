@@ -121,6 +121,13 @@ WRONG = [
     (dict(tst__stages="8:0.01,4:0.01"), ["tst.stages is '8:0.01,4:0.01'", "less than half a step"]),
     (dict(tst__ratio=0.0, tst__superposition_steps=5), ["tst.ratio is 0", "superposition_steps 5"]),
     (dict(tst__ratio=0.0, tst__stages="8"), ["tst.stages is '8'"]),
+    (dict(tst__auxiliary=0.5), ["tst.auxiliary is 0.5", "tst.mode 'full'", "mode=output"]),
+    (dict(tst__auxiliary=NAN, tst__mode="output"), ["tst.auxiliary is nan"]),
+    (dict(tst__random_offset=True, tst__mode="output"), ["tst.random_offset", "every token"]),
+    (
+        dict(tst__random_offset=True, data__packing="document"),
+        ["tst.random_offset is set", "data.packing 'document'"],
+    ),
     (dict(tst__bag_size=65_537), ["tst.bag_size is 65537", "1 .. 65536"]),
     (dict(data__prefetch=1001), ["data.prefetch is 1001", "0 .. 1000"]),
     (dict(data__weights="1e999999999"), ["data.weights is '1e999999999'", "0.29,0.71"]),
@@ -191,6 +198,7 @@ def test_settings_that_work_have_no_problem(config):
         dict(optimizer__clip=0.0, optimizer__b1=0.0, optimizer__weight_decay=0.0),
         dict(eval__every=0, eval__tokens=0, checkpoint__every=0),
         dict(mesh__data=1, mesh__tensor=-1),
+        dict(tst__auxiliary=0.5, tst__mode="output", tst__random_offset=False),
         dict(data__store="a, b", data__weights="0.29,0.71", data__rows_from="5:8,12:4"),
     ]:
         assert config_lib.problems(change(config, **changes)) == [], changes

@@ -232,3 +232,29 @@ def test_progress_and_the_first_repeat_step_by_step():
     assert repeated[0] is None and repeated[1] is not None
     assert [order.first_repeat(store) for store in (0, 1)] == repeated
     assert order.progress(0) == [(0.0, 0), (0.0, 0)]
+
+
+def test_random_offsets_move_the_bags_of_superposed_rows_alone():
+    """By 0 .. s - 1 tokens, anew in each epoch, and never past the end; recovery stays in place."""
+    method = dict(bag_size=4, ratio=0.8)
+    run = PRIME, 100, 4, 8, method
+    plain, moved = make_order(*run), make_order(*run, random_offset=True)
+    offsets, seen = [], {}
+    for (stage, _, place), (_, _, other) in zip(run_rows(plain), run_rows(moved), strict=True):
+        assert other + stage.row_tokens <= PRIME
+        if stage.bag_size == 1:
+            assert other == place
+            continue
+        assert 0 <= other - place < 4
+        offsets.append(other - place)
+        seen.setdefault(place, set()).add(other - place)
+    counts = np.bincount(offsets, minlength=4)
+    assert counts.min() > len(offsets) / 6  # of 4, each about as often
+    assert len(offsets) > 3 * len(seen)  # several epochs
+    assert sum(len(found) > 1 for found in seen.values()) > len(seen) / 2
+    again = make_order(*run, random_offset=True)
+    assert list(run_rows(again)) == list(run_rows(moved))
+    assert list(run_rows(make_order(*run, random_offset=True, seed=1))) != list(run_rows(moved))
+    # The last row of a stream that its rows fill to the end has nowhere to go.
+    full = make_order(PRIME // 32 * 32 + 4, 100, 4, 8, method, random_offset=True, shuffle=False)
+    assert max(place + s.row_tokens for s, _, place in run_rows(full)) == PRIME // 32 * 32 + 4

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tst_jax import config as config_lib
+from tst_jax import superposition
 from tst_jax.schedule import (
     ScheduleConfig,
     TSTConfig,
@@ -221,3 +222,25 @@ def test_ratio_zero_is_the_baseline_whatever_else_is_set():
     """A matched baseline of a run with several stages is one `tst.ratio = 0` away (rule 14)."""
     (only,) = make_stages(TSTConfig(ratio=0.0, stages="8:0.1,4:0.2"), 100, 4, 8)
     assert (only.bag_size, only.start, only.stop) == (1, 0, 100)
+
+
+def test_an_auxiliary_next_bag_loss_is_a_matter_of_slot_weights():
+    """Next token's cross-entropy + 0.7 of the bag's, over 1.7: value and gradient (rule 12)."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    hidden, head = jax.random.normal(keys[0], (2, 5, 8)), jax.random.normal(keys[1], (11, 8))
+    targets = jax.random.randint(keys[2], (2, 5, 4), 0, 11)
+    tst = TSTConfig(bag_size=4, mode="output", weights="power", auxiliary=0.7)
+    assert tst.problems() == []
+
+    def loss(hidden, targets, weights=None):
+        nats, count = superposition.bag_loss(hidden, head, targets, weights_S=weights)
+        return nats / count
+
+    def both(hidden):
+        power = superposition.slot_weights("power", 4)
+        return (loss(hidden, targets[..., :1]) + 0.7 * loss(hidden, targets, power)) / 1.7
+
+    ours = jax.value_and_grad(loss)(hidden, targets, tst.slot_weights(4))
+    for got, wanted in zip(ours, jax.value_and_grad(both)(hidden), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=2e-6, atol=1e-7)
+    assert np.array_equal(TSTConfig().slot_weights(4), np.full(4, 0.25, np.float32))

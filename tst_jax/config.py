@@ -207,6 +207,11 @@ def _beside_others(config: Config, replaced: set[str]) -> list[str]:
             f"tst.ratio is 0 (the baseline) and tst.superposition_steps {tst.superposition_steps}; "
             "set tst.superposition_steps to -1, or tst.ratio above 0"
         )
+    if tst.random_offset and data.packing == "document":
+        found.append(
+            "tst.random_offset is set and data.packing 'document', where bags begin with a "
+            "document; set either"
+        )
     # Stages can be made of settings that are each in their range.
     shape = (steps, data.rows, data.positions)
     theirs = ("steps", "data.rows", "data.rows_from", "data.positions")

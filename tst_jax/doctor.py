@@ -254,7 +254,8 @@ def _batch(config, stages, index, mesh, found_stores):
             pipeline.open_stream(s, "train", packing, n) for s, n in zip(found_stores, names)
         ]
         lengths, shares = [s.length for s in streams], config.data.shares()
-        order = Order(stages, lengths, shares, config.seed, config.data.shuffle, names)
+        shuffle, offset = config.data.shuffle, config.tst.random_offset
+        order = Order(stages, lengths, shares, config.seed, shuffle, names, offset)
         parts = next(pipeline.batches(streams, order, index, stage.start, numbers))
     else:
         shape = (len(numbers), stage.row_tokens)

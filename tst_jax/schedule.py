@@ -23,6 +23,8 @@ class TSTConfig:
     objective: str = "mce"  # mce, mass, bce, hinge
     weights: str = "uniform"  # of the slots: uniform, power, exponential, first, fitted
     fitted: str = ""  # "C0,a,k" of weights=fitted; "": those of the store's data_report
+    auxiliary: float = 0.0  # mode=output: next token's loss + so much of the bag's; 0: the bag's
+    random_offset: bool = False  # each row's bags begin at a random one of its first s tokens
     expand: str = "length"  # a step's extra tokens as s times longer rows, or s times as many
     reset_optimizer: bool = False  # at each switch, start the optimizer state anew
     reinit_embedding_and_head: bool = False  # at each switch (the paper's Table 2 ablation)
@@ -75,7 +77,31 @@ class TSTConfig:
         }
         for name, allowed in choices.items():
             found += checks.choice(f"tst.{name}", getattr(self, name), allowed)
+        found += checks.real("tst.auxiliary", self.auxiliary)
+        if self.auxiliary and (self.mode, self.objective) != ("output", "mce"):
+            found.append(
+                f"tst.auxiliary is {self.auxiliary} and tst.mode {self.mode!r}, tst.objective "
+                f"{self.objective!r}; a next-bag loss beside the next-token loss needs mode=output "
+                "and objective=mce"
+            )
+        if self.random_offset and self.mode == "output":
+            found.append(
+                "tst.random_offset is set and tst.mode 'output', where bags begin at every token; "
+                "leave it out"
+            )
         return found
+
+    def slot_weights(self, width: int):
+        """Of the targets of a superposed position, float32 [width], summing to 1 (rule 12).
+
+        With `auxiliary`, those of the next token's loss and so much of the bag's: both are losses
+        of the same logits, and so their sum is one with other weights.
+        """
+        weights = superposition.slot_weights(self.weights, width, self.fitted_constants())
+        if self.auxiliary:
+            first = superposition.slot_weights("first", width)
+            weights = (first + self.auxiliary * weights) / (1 + self.auxiliary)
+        return weights.astype("float32")
 
 
 @dataclasses.dataclass

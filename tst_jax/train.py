@@ -91,7 +91,8 @@ def _check(config, workdir, allow, say) -> Run:
         for split in SPLITS
     )
     lengths = [stream.length for stream in streams]
-    order = Order(stages, lengths, shares, config.seed, config.data.shuffle, names)
+    shuffle, offset = config.data.shuffle, config.tst.random_offset
+    order = Order(stages, lengths, shares, config.seed, shuffle, names, offset)
     tst = corpus.with_fitted(config.tst, stores, order.mixture.shares, say)
     config = dataclasses.replace(config, tst=tst)
     config_lib.validate(config)

@@ -79,9 +79,7 @@ def make_loss(config: Config, stage: schedule.Stage, mesh=None):
     of_targets = {}
     if stage.bag_size > 1:
         width = 1 if stage.mode == "input" else stage.bag_size
-        of_targets["weights_S"] = superposition.slot_weights(
-            config.tst.weights, width, config.tst.fitted_constants()
-        )
+        of_targets["weights_S"] = config.tst.slot_weights(width)
         of_targets["objective"] = config.tst.objective
 
     def count(batch):

@@ -22,6 +22,8 @@ from tst_jax.data.mixture import Mixture
 from tst_jax.errors import UserError
 from tst_jax.schedule import Stage
 
+_OFFSETS = 1 << 20  # sets the seed of the rows' offsets apart from those of their order
+
 
 class DataError(UserError):
     """The stores do not hold what the run wants to read."""
@@ -155,10 +157,17 @@ class Order:
       weights: of the stores, see `Mixture`; None for a single one.
       seed, shuffle: see `SourceOrder`.
       names: of the stores.
+      random_offset: moves each superposed row on by 0 .. s - 1 tokens, so that the bags of a row
+        that is read again begin elsewhere. Neighbours then overlap by, or leave out, up to s - 1.
     """
 
-    def __init__(self, stages, lengths, weights=None, seed=0, shuffle=True, names=None):
+    def __init__(
+        self, stages, lengths, weights=None, seed=0, shuffle=True, names=None, random_offset=False
+    ):
         self.stages, self.mixture = stages, Mixture(weights or ["1"])
+        self._lengths, self._offset_seed = lengths, None
+        if random_offset:
+            self._offset_seed = int(np.random.SeedSequence((seed, _OFFSETS)).generate_state(1)[0])
         self.names = names or [f"store {i}" for i in range(len(lengths))]
         self._phase, self._before, examples, rows = [], [], [], []
         for stage in stages:
@@ -180,7 +189,17 @@ class Order:
         """(store, place, align) of row k of a stage; k counts over all steps of the stage."""
         phase = self._phase[stage]
         store, row = self.mixture.locate(self._before[stage] + k)
-        return store, *self._sources[store].place(phase, row)
+        place, align = self._sources[store].place(phase, row)
+        if self._offset_seed is not None:
+            room = self._lengths[store](align) - place - self.stages[stage].row_tokens
+            place += min(room, self._offset(store, phase, row, self.stages[stage].bag_size))
+        return store, place, align
+
+    def _offset(self, store: int, phase: int, row: int, bag_size: int) -> int:
+        # Of the row's number in its phase, so another one in each epoch.
+        seed = (self._offset_seed + 31 * store + phase) % 2**32
+        drawn = grain.experimental.index_shuffle(row, max_index=2**31 - 2, seed=seed, rounds=4)
+        return drawn % bag_size
 
     def places(self, step: int) -> list[tuple[str, int]]:
         """(store's name, place at which it begins) of each row of the batch of step `step`, from 0
