@@ -8,16 +8,18 @@ or by hand:
     python -m tst_jax.train --config=configs/quickstart.py --workdir=runs/quickstart/tst-alone
 
 The learning rate is the baseline's best, so that TST is compared with a baseline at its strongest.
+configs/quickstart.py:NAME is one of the ablations of tst_jax/ablations.py.
 """
 
+from tst_jax.ablations import ablated
 from tst_jax.config import Config, DataConfig, EvalConfig
 from tst_jax.models.transformer import ModelConfig
 from tst_jax.optimizer import OptimizerConfig
 from tst_jax.schedule import ScheduleConfig, TSTConfig
 
 
-def get_config() -> Config:
-    return Config(
+def get_config(arm: str = "tst") -> Config:
+    tst = Config(
         steps=1500,
         model=ModelConfig(
             vocab_size=8192, width=64, layers=2, heads=4, kv_heads=4, head_dim=16, ff=160
@@ -28,3 +30,4 @@ def get_config() -> Config:
         schedule=ScheduleConfig(peak_lr=4e-3, warmup_fraction=0.05, decay_fraction=0.3),
         eval=EvalConfig(every=125),
     )
+    return ablated(tst, arm)

@@ -31,6 +31,26 @@ def read_config(holder) -> config_lib.Config:
     return holder.value
 
 
+def variant(settings: dict[str, str], arm: str | None = None) -> config_lib.Config:
+    """The command line's config with some settings changed; not checked yet beside the others.
+
+    Args:
+      settings: "tst.ratio" -> text, as on the command line.
+      arm: the config of FILE.py:ARM in place of FILE.py's.
+    Raises:
+      UserError: a line for each that is no setting, or takes no such value.
+    """
+    path, overrides = flags.FLAGS["config"].made_of
+    if arm is not None:
+        if ":" in path:
+            raise UserError(f"--config={path} names an arm already; write {path.partition(':')[0]}")
+        path = f"{path}:{arm}"
+    more = {f"config.{name}": text for name, text in settings.items()}
+    if found := [line for name, text in more.items() if (line := _problem(name, text))]:
+        raise UserError("\n".join(found))
+    return _override(config_file.load_config(path), overrides | more)
+
+
 def run(main, doc: str) -> None:
     """Parses sys.argv, calls main(), and ends with status 2 and one line on a user's mistake, or
     with Preempted.STATUS where the run was told to end and can go on.
@@ -119,6 +139,7 @@ def _parse(argv: list[str]) -> None:
         raise UserError(" ".join(str(error).split())) from None
     if config is not None:
         flags.FLAGS["config"].value = config
+        flags.FLAGS["config"].made_of = given["config"], overrides
 
 
 def _split(arguments: list[str], found: list[str]):
