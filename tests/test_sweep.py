@@ -168,6 +168,7 @@ def test_the_files_of_a_report(done, tmp_path):
     }
     table = (tmp_path / "grid.md").read_text()
     assert "-0.1100 ± 0.0100" in table and "-11.0" in table and "(grid.png)" in table
+    assert table.count("| baseline |") == 1  # one run, whatever the bag size
     assert (tmp_path / "grid.png").read_bytes().startswith(b"\x89PNG")
     assert missing.eval_loss == 2.88
 

@@ -112,7 +112,10 @@ def table(found: list[Point]) -> list[list[str]]:
     """Rows of text, a header first: a point each, best first, with its noise."""
     names = list(found[0].values)
     rows = [[*names, "seeds", "held-out loss", "from the baseline", "in standard errors"]]
-    for point in sorted(found, key=lambda point: point.mean):
+    once = {}  # a baseline is a point for each bag size, and one run
+    for point in found:
+        once.setdefault(tuple(point.losses.items()) if point.baseline else id(point), point)
+    for point in sorted(once.values(), key=lambda point: point.mean):
         row = [*point.values.values(), str(len(point.losses)), _noisy(point.mean, point.stderr)]
         if point.difference is None:
             row += ["baseline" if point.baseline else "", ""]
@@ -132,6 +135,7 @@ def _noisy(mean, error, sign="") -> str:
 def best(found: list[Point]) -> str:
     """One sentence: the best point, its noise, and whether the next one is told from it."""
     first, *others = sorted(found, key=lambda point: point.mean)
+    others = [point for point in others if point.losses != first.losses]
     text = f"Best: {first.label}, held-out loss {_noisy(first.mean, first.stderr)}"
     count = len(first.losses)
     text += f" (standard error of {count} seeds)" if count > 1 else " (one seed, so no noise known)"
@@ -213,8 +217,13 @@ def _curves(axes, found, x_name, line_name) -> None:
     groups: dict[str, list[Point]] = {}
     for point in found:
         groups.setdefault(point.values[line_name] if line_name else "", []).append(point)
-    colors = plt.cm.viridis
-    for i, (value, group) in enumerate(groups.items()):
+    plain = [value for value, group in groups.items() if all(p.baseline for p in group)]
+    others = [value for value in groups if value not in plain]
+    for value, group in groups.items():
+        if value in plain:
+            style = dict(color="#5b6770", linestyle="--")
+        else:
+            style = dict(color=plt.cm.viridis(0.85 * others.index(value) / max(len(others) - 1, 1)))
         group = sorted(group, key=lambda point: float(point.values[x_name]))
         x = [float(point.values[x_name]) for point in group]
         bars = [point.stderr or 0.0 for point in group]
@@ -224,8 +233,8 @@ def _curves(axes, found, x_name, line_name) -> None:
             yerr=bars,
             marker=".",
             capsize=2,
-            color=colors(0.85 * i / max(len(groups) - 1, 1)),
             label=f"{line_name} {value}" if line_name else None,
+            **style,
         )
     xs = sorted({float(point.values[x_name]) for point in found})
     if len(xs) > 2 and xs[0] > 0 and xs[-1] / xs[0] >= 4:
@@ -249,7 +258,7 @@ def _heat_map(axes, found, x_name, y_name) -> None:
     middle = statistics.mean(image.get_clim())
     for i, j in itertools.product(range(len(ys)), range(len(xs))):
         if grid[i][j] == grid[i][j]:
-            color = "white" if grid[i][j] < middle else "black"
+            color = "black" if grid[i][j] < middle else "white"  # low losses are light
             axes.text(j, i, f"{grid[i][j]:.3f}", ha="center", va="center", color=color, fontsize=8)
     axes.set_xticks(range(len(xs)), xs)
     axes.set_yticks(range(len(ys)), ys)
