@@ -10,9 +10,10 @@ from small_run import ROOT, environment, write_config
 from tst_jax import config as config_lib
 from tst_jax import config_file, metrics, sweep_report, workdir
 from tst_jax.ablations import ABLATIONS, ablated
+from tst_jax.compare import Run, run_once
 from tst_jax.errors import UserError
 from tst_jax.lock import Lock
-from tst_jax.sweep import Result, adopt, check_place, make_sweep, parse_grid, result, results
+from tst_jax.sweep import adopt, check_place, make_sweep, parse_grid, result, results
 
 GRID = "tst.bag_size=2,4;tst.ratio=0,0.4;seed=0,1"
 
@@ -85,7 +86,7 @@ def test_what_is_finished(config, tmp_path):
     write_run(tmp_path / "half", config, 3.0, steps=10)
     assert result(tmp_path / "half", config) is None
     write_run(tmp_path / "whole", config, 3.0)
-    assert result(tmp_path / "whole", config) == Result(3.0, None, 20, 140, 180)
+    assert result(tmp_path / "whole", config).final_eval_loss == 3.0
     config.log_every = 5  # harmless
     assert result(tmp_path / "whole", config)
     config.seed = 9
@@ -93,7 +94,7 @@ def test_what_is_finished(config, tmp_path):
         result(tmp_path / "whole", config)
 
 
-def test_runs_of_another_grid_are_taken_over(variant, tmp_path):
+def test_runs_of_another_grid_are_taken_over(variant, make_config, store, tmp_path):
     first = make_sweep(parse_grid("tst.ratio=0,0.4;seed=0"), variant)
     for name, config in first.runs.items():
         write_run(tmp_path / "runs" / name, config, 3.0)
@@ -104,6 +105,9 @@ def test_runs_of_another_grid_are_taken_over(variant, tmp_path):
         *("arm=input_only,seed=0", "arm=input_only,seed=1"),
     ]
     assert set(results(second, tmp_path)) == set(first.runs)
+    # A comparison finds them too, by their settings.
+    config = make_config(store)
+    assert run_once(config, tmp_path, "tst", 0).final_eval_loss == 3.0
     (tmp_path / "foreign").mkdir()
     check_place(tmp_path / "foreign")
     (tmp_path / "foreign/notes.txt").write_text("mine")
@@ -120,6 +124,11 @@ LOSSES = {  # of seeds 0 and 1
 }
 
 
+def fake_result(config, loss):
+    steps = [{"step": 20, "loss": 1.0, "tokens": 140, "flops": 180}]
+    return Run(config, steps, [{"step": 20, "eval_loss": loss, "eval_bits_per_byte": None}])
+
+
 @pytest.fixture
 def done(variant):
     """(sweep, results) of GRID."""
@@ -128,7 +137,7 @@ def done(variant):
     for cell in sweep.cells:
         bag, ratio, seed = cell.values.values()
         loss = LOSSES["2" if ratio == "0" else bag, ratio][int(seed)]
-        found[cell.run] = Result(loss, loss / 2, 20, 140, 180)
+        found[cell.run] = fake_result(sweep.runs[cell.run], loss)
     return sweep, found
 
 
@@ -149,7 +158,8 @@ def test_the_best_and_its_noise(done):
     text = sweep_report.best(sweep_report.points(sweep, found))
     assert text.startswith("Best: tst.bag_size 4, tst.ratio 0.4, held-out loss 2.8400 ± 0.0400")
     assert "may be noise" not in text  # 0.1 apart in both seeds
-    found["tst.bag_size=2,tst.ratio=0.4,seed=1"] = Result(2.78, 1.4, 20, 140, 180)
+    name = "tst.bag_size=2,tst.ratio=0.4,seed=1"
+    found[name] = fake_result(sweep.runs[name], 2.78)
     assert "may be noise" in sweep_report.best(sweep_report.points(sweep, found))
 
 
@@ -164,13 +174,13 @@ def test_the_files_of_a_report(done, tmp_path):
     losses = {row["run"]: row["eval_loss"] for row in rows}
     assert losses.pop("tst.bag_size=4,tst.ratio=0.4,seed=1") == ""
     assert {run: float(loss) for run, loss in losses.items()} == {
-        run: one.eval_loss for run, one in found.items()
+        run: one.final_eval_loss for run, one in found.items()
     }
     table = (tmp_path / "grid.md").read_text()
     assert "-0.1100 ± 0.0100" in table and "-11.0" in table and "(grid.png)" in table
     assert table.count("| baseline |") == 1  # one run, whatever the bag size
     assert (tmp_path / "grid.png").read_bytes().startswith(b"\x89PNG")
-    assert missing.eval_loss == 2.88
+    assert missing.final_eval_loss == 2.88
 
 
 @pytest.mark.parametrize(
@@ -185,7 +195,7 @@ def test_the_files_of_a_report(done, tmp_path):
 )
 def test_every_kind_of_grid_has_a_picture(variant, tmp_path, grid):
     sweep = make_sweep(parse_grid(grid), variant)
-    found = {name: Result(3 + i / 10, None, 20, 1, 1) for i, name in enumerate(sweep.runs)}
+    found = {name: fake_result(c, 3 + i / 10) for i, (name, c) in enumerate(sweep.runs.items())}
     sweep_report.write(tmp_path / "sweep", sweep, found)
     assert (tmp_path / "sweep.png").stat().st_size > 5_000
 

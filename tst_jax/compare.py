@@ -18,6 +18,7 @@ import statistics
 
 from tst_jax import config as config_lib
 from tst_jax import metrics
+from tst_jax import workdir as workdir_lib
 from tst_jax.config import Config
 from tst_jax.errors import UserError
 from tst_jax.train import train
@@ -40,6 +41,10 @@ class Run:
     @property
     def final_eval_loss(self) -> float:
         return self.evals[-1]["eval_loss"]
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.steps and self.evals) and self.evals[-1]["step"] >= self.config.steps
 
     @property
     def switch(self) -> int:
@@ -67,18 +72,37 @@ def equal_data_steps(config: Config) -> int:
 
 
 def run_once(config: Config, workdir, name: str, seed: int) -> Run:
-    """Trains `config` with another seed in workdir/runs/NAME-seedSEED, or finds it done."""
+    """Trains `config` with another seed in workdir/runs/NAME-seedSEED, or finds it done, there or
+    in another folder of workdir/runs (a sweep's)."""
     config = copy.deepcopy(config)
     config.seed = seed
     full_name = f"{name}-seed{seed}"
     folder = pathlib.Path(workdir) / "runs" / full_name
-    train(config, folder, title=full_name)
+    if not folder.exists() and (found := find_run(folder.parent, config)):
+        print(f"{full_name}: {found} is this run already", flush=True)
+        folder = found
+    else:
+        train(config, folder, title=full_name)
+    return read_run(folder, config)
+
+
+def read_run(folder, config: Config) -> Run:
+    """What the metrics in `folder` say; of a run that has just begun nothing."""
     lines = metrics.read_metrics(folder)
     return Run(
         config,
         [line for line in lines if "loss" in line],
         [line for line in lines if "eval_loss" in line],
     )
+
+
+def find_run(runs, config: Config) -> pathlib.Path | None:
+    """The folder in `runs` of a finished run with these settings, whatever it is called."""
+    for path in sorted(pathlib.Path(runs).glob("*/config.json")):
+        saved = workdir_lib.saved_config(path.parent)
+        if workdir_lib.same_run(saved, config) and read_run(path.parent, config).finished:
+            return path.parent
+    return None
 
 
 def stderr(values) -> float | None:

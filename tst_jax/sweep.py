@@ -32,7 +32,8 @@ from collections.abc import Callable
 import numpy as np
 
 from tst_jax import config as config_lib
-from tst_jax import metrics, workdir
+from tst_jax import workdir
+from tst_jax.compare import Run, find_run, read_run
 from tst_jax.config import Config
 from tst_jax.errors import Preempted, UserError
 from tst_jax.lock import LockError
@@ -134,15 +135,14 @@ def _name(values: dict[str, str], config: Config) -> str:
 
 
 def adopt(sweep: Sweep, folder: pathlib.Path) -> Sweep:
-    """The sweep with the names that its runs have already, from another grid in this folder."""
-    there = {}
-    for path in sorted(folder.glob("runs/*/config.json")):
-        there[path.parent.name] = workdir.saved_config(path.parent)
-    names = {name: name for name in sweep.runs}
+    """The sweep with the names that its runs have already, from another grid or a comparison in
+    this folder."""
+    names = {}
     for name, config in sweep.runs.items():
-        if name not in there:
-            ours = workdir.plain(config)
-            names[name] = next((other for other, saved in there.items() if saved == ours), name)
+        found = None
+        if not (folder / "runs" / name).exists():
+            found = find_run(folder / "runs", config)
+        names[name] = found.name if found else name
     cells = [Cell(cell.values, names[cell.run]) for cell in sweep.cells]
     return Sweep(sweep.axes, cells, {names[name]: c for name, c in sweep.runs.items()})
 
@@ -153,19 +153,8 @@ def check_place(folder: pathlib.Path) -> None:
         raise UserError(f"{folder} is not empty and no sweep's; give --workdir a new folder")
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """A finished run, as its metrics say."""
-
-    eval_loss: float
-    eval_bits_per_byte: float | None
-    steps: int
-    tokens: int
-    flops: int
-
-
-def result(folder, config: Config) -> Result | None:
-    """Of the run in `folder`; None if it is not finished.
+def result(folder, config: Config) -> Run | None:
+    """The run in `folder`; None if it is not finished.
 
     Raises:
       UserError: it is one with other settings.
@@ -173,30 +162,20 @@ def result(folder, config: Config) -> Result | None:
     saved = workdir.saved_config(folder)
     if saved is None:
         return None
-    ours = workdir.plain(config)
+    ours = copy.deepcopy(config)
     if config.tst.weights == "fitted":  # the constants are taken when the run begins
-        ours["tst"]["fitted"] = saved["tst"].get("fitted")
-    if different := config_lib.differences(saved, ours):
+        ours.tst.fitted = saved["tst"].get("fitted", "")
+    different = config_lib.differences(saved, workdir.plain(ours))
+    if different and not workdir.same_run(saved, ours):
         raise UserError(
             f"{folder} was trained with other settings ({'; '.join(different)}); give the same "
             "--config, or another --workdir"
         )
-    lines = metrics.read_metrics(folder)
-    evals = [line for line in lines if "eval_loss" in line]
-    steps = [line for line in lines if "loss" in line]
-    if not evals or not steps or evals[-1]["step"] < config.steps:
-        return None
-    last, counts = evals[-1], steps[-1]
-    return Result(
-        last["eval_loss"],
-        last["eval_bits_per_byte"],
-        last["step"],
-        counts["tokens"],
-        counts["flops"],
-    )
+    run = read_run(folder, config)
+    return run if run.finished else None
 
 
-def results(sweep: Sweep, folder: pathlib.Path) -> dict[str, Result]:
+def results(sweep: Sweep, folder: pathlib.Path) -> dict[str, Run]:
     """Of the runs that are finished."""
     found = {name: result(folder / "runs" / name, config) for name, config in sweep.runs.items()}
     return {name: done for name, done in found.items() if done}
@@ -256,7 +235,7 @@ def train_all(sweep: Sweep, folder: pathlib.Path, processes: int) -> dict[str, s
                     say(f"{name} failed: {left[name]}")
                 elif not process.returncode:
                     ended += 1
-                    loss = result(folder / "runs" / name, sweep.runs[name]).eval_loss
+                    loss = result(folder / "runs" / name, sweep.runs[name]).final_eval_loss
                     rate = (time.monotonic() - began) / ended
                     rest = _clock(rate * (len(waiting) + len(running)))
                     say(f"{name} ends at {loss:.4f}; {len(waiting)} to begin, about {rest} left")
@@ -340,7 +319,7 @@ if __name__ == "__main__":
         if LIST.value:
             done = results(sweep, folder)
             for i, cell in enumerate(sweep.cells):
-                state = f"{done[cell.run].eval_loss:.4f}" if cell.run in done else "-"
+                state = f"{done[cell.run].final_eval_loss:.4f}" if cell.run in done else "-"
                 print(f"{i:5}  {state:>8}  {cell.run}")
             return
         if CELL.value is not None:

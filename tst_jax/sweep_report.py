@@ -51,7 +51,7 @@ def points(sweep: Sweep, results) -> list[Point]:
         runs[key] = cell.run
         if cell.run in results:
             seed = cell.values.get(SEED, "")
-            groups.setdefault(key, {})[seed] = results[cell.run].eval_loss
+            groups.setdefault(key, {})[seed] = results[cell.run].final_eval_loss
     plain = lambda key: all(s.bag_size == 1 for s in config_lib.stages(sweep.runs[runs[key]]))
     found = [Point(dict(key), losses, plain(key)) for key, losses in groups.items()]
     outside = lambda point: {
@@ -78,7 +78,7 @@ def write(path, sweep: Sweep, results) -> str:
 
     Args:
       path: in the sweep's folder, without a suffix.
-      results: {run: Result} of the finished ones, at least one.
+      results: {name: Run} of the finished ones, at least one.
     """
     path = pathlib.Path(path)
     _write_csv(path.with_name(path.name + ".csv"), sweep, results)
@@ -98,13 +98,14 @@ def write(path, sweep: Sweep, results) -> str:
 
 
 def _write_csv(path, sweep, results) -> None:
-    fields = ["eval_loss", "eval_bits_per_byte", "steps", "tokens", "flops"]
+    fields = ["eval_loss", "eval_bits_per_byte", "step", "tokens", "flops"]
     with open(path, "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow([*sweep.axes, "run", *fields])
         for cell in sweep.cells:
             done = results.get(cell.run)
-            values = [getattr(done, field) if done else "" for field in fields]
+            last = done.steps[-1] | done.evals[-1] if done else {}
+            values = [last.get(field, "") for field in fields]
             writer.writerow([*cell.values.values(), cell.run, *values])
 
 

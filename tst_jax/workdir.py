@@ -105,6 +105,17 @@ def plain(config: Config) -> dict:
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
+def same_run(old: dict, config: Config) -> bool:
+    """Whether settings of a run, as nested dicts, are those of `config`, the harmless ones too.
+
+    Of a baseline (ratio 0), what else `tst` says does nothing and may differ.
+    """
+    plainest = dataclasses.asdict(schedule.TSTConfig(ratio=0.0))
+    settings = [old, plain(config)]
+    found = [s | {"tst": plainest} if s["tst"].get("ratio") == 0 else s for s in settings]
+    return found[0] == found[1]
+
+
 def _past(settings: dict, done: int) -> list | str:
     """The stages up to step `done`."""
     known = dataclasses.asdict(schedule.TSTConfig())
