@@ -321,6 +321,13 @@ TABLE = {
         "generate", "--workdir=run --temperature=-1", "--temperature"
     ),
     "text of no workdir": _other("generate", "--prompt=a", "--workdir is missing"),
+    "evaluation of nothing": _other("evaluate", "--workdir=run", "--tasks", "--heldout"),
+    "evaluation in batches of nothing": _other(
+        "evaluate", "--workdir=run --heldout=store --batch_positions=0", "batch_positions is 0"
+    ),
+    "held-out loss of another vocabulary": _other(
+        "evaluate", "--workdir=run --heldout=store,other", "other", "vocabulary sha256"
+    ),
     "export to nowhere": _other("export", "--workdir=run", "--out is missing"),
     "export of no run": _other("export", "--workdir=full --out=new", "config.json does not exist"),
     "export of a rare dtype": _other("export", "--workdir=run --out=new --dtype=int8", "'int8'"),

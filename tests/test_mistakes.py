@@ -38,7 +38,8 @@ jax.monitoring.register_event_duration_secs_listener(
     lambda event, *_, **more: "backend_compile" in event and compiled.append(str(more))
 )
 import importlib
-for name in ("train", "prepare", "data_report", "plan", "compare", "generate", "export", "aot"):
+MODULES = "train prepare data_report plan compare generate export evaluate aot"
+for name in MODULES.split():
     importlib.import_module("tst_jax." + name)
 import optax.contrib
 
