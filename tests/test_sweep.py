@@ -6,9 +6,10 @@ import sys
 
 import pytest
 from small_run import ROOT, environment, write_config
+from test_evaluate import small_store
 
+from tst_jax import compare, config_file, metrics, sweep_report, workdir
 from tst_jax import config as config_lib
-from tst_jax import config_file, metrics, sweep_report, workdir
 from tst_jax.ablations import ABLATIONS, ablated
 from tst_jax.compare import Run, run_once
 from tst_jax.errors import UserError
@@ -94,7 +95,7 @@ def test_what_is_finished(config, tmp_path):
         result(tmp_path / "whole", config)
 
 
-def test_runs_of_another_grid_are_taken_over(variant, make_config, store, tmp_path):
+def test_runs_of_another_grid_are_taken_over(variant, make_config, store, tmp_path, monkeypatch):
     first = make_sweep(parse_grid("tst.ratio=0,0.4;seed=0"), variant)
     for name, config in first.runs.items():
         write_run(tmp_path / "runs" / name, config, 3.0)
@@ -106,8 +107,10 @@ def test_runs_of_another_grid_are_taken_over(variant, make_config, store, tmp_pa
     ]
     assert set(results(second, tmp_path)) == set(first.runs)
     # A comparison finds them too, by their settings.
-    config = make_config(store)
+    config, checked = make_config(store), []
+    monkeypatch.setattr(compare, "check_data", lambda folder, _: checked.append(folder.name))
     assert run_once(config, tmp_path, "tst", 0).final_eval_loss == 3.0
+    assert checked == ["tst.ratio=0.4,seed=0"]
     (tmp_path / "foreign").mkdir()
     check_place(tmp_path / "foreign")
     (tmp_path / "foreign/notes.txt").write_text("mine")
@@ -271,6 +274,10 @@ def test_the_command_trains_what_is_left_and_reports(store, tmp_path):
     for name, loss in rows.items():
         lines = metrics.read_metrics(folder / "runs" / name)
         assert [line["eval_loss"] for line in lines if "eval_loss" in line][-1] == loss
+    # Prepared anew, it is other data: what is finished does not compare with what would come.
+    small_store(tmp_path / "other", 3)
+    done = sweep_command(*arguments[:-1], grid, f"--config.data.store={tmp_path}/other")
+    assert done.returncode == 2 and "was trained" in done.stderr and "sweep:" not in done.stdout
 
 
 def test_a_job_of_a_slurm_array_trains_its_cell(machine):
@@ -284,6 +291,8 @@ def test_a_job_of_a_slurm_array_trains_its_cell(machine):
     machine.answer("srun*) exit 75 ;;")
     done = machine.run("slurm_sweep.sbatch", *run, SLURM_ARRAY_TASK_ID="0", SLURM_JOB_ID="17")
     assert done.returncode == 0 and machine.calls()[-1] == ["scontrol", "requeue", "17"]
+    done = machine.run("slurm_sweep.sbatch", *run, "--allow_changes=steps")
+    assert done.returncode == 2 and "--allow_changes is for one run" in done.stderr
     done = machine.run("slurm_sweep.sbatch", *run)
     assert done.returncode == 2 and "--array=0-N" in done.stderr
     done = machine.run("slurm_sweep.sbatch", *run[:2], SLURM_ARRAY_TASK_ID="0")

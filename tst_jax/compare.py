@@ -19,7 +19,9 @@ import statistics
 from tst_jax import config as config_lib
 from tst_jax import metrics
 from tst_jax import workdir as workdir_lib
+from tst_jax.checkpoint import Checkpoints
 from tst_jax.config import Config
+from tst_jax.data import corpus
 from tst_jax.errors import UserError
 from tst_jax.train import train
 
@@ -79,6 +81,7 @@ def run_once(config: Config, workdir, name: str, seed: int) -> Run:
     full_name = f"{name}-seed{seed}"
     folder = pathlib.Path(workdir) / "runs" / full_name
     if not folder.exists() and (found := find_run(folder.parent, config)):
+        check_data(found, config)
         print(f"{full_name}: {found} is this run already", flush=True)
         folder = found
     else:
@@ -103,6 +106,15 @@ def find_run(runs, config: Config) -> pathlib.Path | None:
         if workdir_lib.same_run(saved, config) and read_run(path.parent, config).finished:
             return path.parent
     return None
+
+
+def check_data(folder, config: Config) -> None:
+    """Raises StoreError unless a finished run was trained on what its stores hold now: one that was
+    prepared anew under the same name would be compared with another."""
+    with Checkpoints(pathlib.Path(folder) / "checkpoints", read_only=True) as checkpoints:
+        record = checkpoints.record(checkpoints.steps()[-1])
+    stores = corpus.open_stores(config.data)
+    corpus.check_same(folder, record["stores"], stores, record["vocabulary"])
 
 
 def stderr(values) -> float | None:

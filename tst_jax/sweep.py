@@ -1,10 +1,10 @@
 """Trains every cell of a grid of settings, and says which is best and how sure that is.
 
-    python -m tst_jax.sweep --config=configs/quickstart.py --workdir=runs/sweep \
+    python -m tst_jax.sweep --config=configs/quickstart.py --workdir=runs/sweep \\
         --grid='tst.bag_size=2,4,8;tst.ratio=0,0.2,0.3,0.4;seed=0,1,2'
-    python -m tst_jax.sweep --config=configs/quickstart.py --workdir=runs/lr \
+    python -m tst_jax.sweep --config=configs/quickstart.py --workdir=runs/lr \\
         --grid='schedule.peak_lr=1e-3,2e-3,4e-3;seed=0,1,2'
-    python -m tst_jax.sweep --config=configs/studies/python.py --workdir=runs/ablations \
+    python -m tst_jax.sweep --config=configs/studies/python.py --workdir=runs/ablations \\
         --grid='arm=baseline,tst,input_only,output_only,reinit;seed=0,1,2'
 
 An axis is a setting of tst_jax/config.py, or `arm` for FILE.py:ARM. The same command goes on:
@@ -33,7 +33,7 @@ import numpy as np
 
 from tst_jax import config as config_lib
 from tst_jax import workdir
-from tst_jax.compare import Run, find_run, read_run
+from tst_jax.compare import Run, check_data, find_run, read_run
 from tst_jax.config import Config
 from tst_jax.errors import Preempted, UserError
 from tst_jax.lock import LockError
@@ -203,14 +203,18 @@ def train_all(sweep: Sweep, folder: pathlib.Path, processes: int) -> dict[str, s
       {run: why it is not finished} of those that failed or are trained by another process.
     Raises:
       Preempted: told to end by SIGTERM; all runs are saved.
+      StoreError: a finished run read other data.
     """
     (folder / "runs").mkdir(parents=True, exist_ok=True)  # it is a sweep's folder from now on
-    waiting = [name for name in sweep.runs if name not in results(sweep, folder)]
+    done = results(sweep, folder)
+    for name in done:
+        check_data(folder / "runs" / name, sweep.runs[name])
+    waiting = [name for name in sweep.runs if name not in done]
     total, left, running = len(sweep.runs), {}, {}
     say = lambda text: print(f"sweep: {text}", flush=True)
     say(f"{total - len(waiting)} of {total} runs are finished")
     cores = _shares(processes)
-    began, ended, told = time.monotonic(), 0, []
+    began, ended, told, passed_on = time.monotonic(), 0, [], False
     before = signal.signal(signal.SIGTERM, lambda *_: told.append(True))
     try:
         while (waiting and not told) or running:
@@ -219,7 +223,8 @@ def train_all(sweep: Sweep, folder: pathlib.Path, processes: int) -> dict[str, s
                 slot = next(i for i in range(processes) if i not in running)
                 running[slot] = name, _start(sweep, folder, name, processes, cores[slot])
             time.sleep(0.2)
-            if told:
+            if told and not passed_on:
+                passed_on = True
                 for _, process in running.values():
                     process.terminate()
             for slot, (name, process) in list(running.items()):
@@ -313,6 +318,8 @@ if __name__ == "__main__":
         last = len(sweep.cells) - 1
         if CELL.value is not None and not 0 <= CELL.value <= last:
             raise UserError(f"--cell is {CELL.value}; give 0 .. {last} (--list shows them)")
+        if "://" in WORKDIR.value:
+            raise UserError(f"--workdir is {WORKDIR.value}; give a folder that is mounted here")
         folder = pathlib.Path(WORKDIR.value)
         check_place(folder)
         sweep = adopt(sweep, folder)
