@@ -1,0 +1,100 @@
+"""The study's files are of one piece: each CSV line is a run of the config that stands there, and
+each line of a table in its README follows from a CSV."""
+
+import csv
+import math
+import pathlib
+import re
+
+import numpy as np
+import pytest
+
+from tst_jax import budget, config_file
+from tst_jax import config as config_lib
+
+STUDIES = pathlib.Path(__file__).parents[1] / "configs" / "studies"
+RESULTS = sorted((STUDIES / "results").glob("*.csv"))
+TRAIN_TOKENS = 74_273_044  # of the study's store, as its README says
+MEASURED = ("run", "eval_loss", "eval_bits_per_byte", "step", "tokens", "flops")
+
+
+def read(path):
+    """The lines of a sweep's CSV, and the names of its axes."""
+    with open(path, newline="") as file:
+        lines = list(csv.DictReader(file))
+    return lines, [name for name in lines[0] if name not in MEASURED]
+
+
+def config_of(line, axes):
+    arm = f":{line['arm']}" if "arm" in axes else ""
+    config = config_file.load_config(f"{STUDIES / 'python.py'}{arm}")
+    for name in axes:
+        *parts, last = name.split(".")
+        part = config
+        for field in parts:
+            part = getattr(part, field)
+        if name != "arm":
+            setattr(part, last, type(getattr(part, last))(line[name]))
+    return config
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_each_line_is_a_run_of_the_config(path):
+    lines, axes = read(path)
+    for line in lines:
+        config = config_of(line, axes)
+        assert config_lib.problems(config) == []
+        spent = budget.spent(config)
+        found = [int(line[name]) for name in ("step", "tokens", "flops")]
+        assert found == [config.steps, spent["total_tokens"], spent["flops"]]
+        assert spent["total_tokens"] <= TRAIN_TOKENS  # nothing is read twice
+        assert 3 < float(line["eval_loss"]) < math.log(8192)
+
+
+def rows_of(path):
+    """Lines as the README's tables have them, computed anew: {values of the axes: (mean ± standard
+    error, difference from the baseline, the same in standard errors)}."""
+    lines, axes = read(path)
+    axes = [name for name in axes if name != "seed"]
+    groups = {}
+    for line in lines:
+        groups.setdefault(tuple(line[a] for a in axes), {})[line["seed"]] = float(line["eval_loss"])
+    superposed = lambda key: budget.superposed(config_of(dict(zip(axes, key)), axes))
+    outside = lambda key: [v for a, v in zip(axes, key) if a != "arm" and not a.startswith("tst.")]
+    plain = [key for key in groups if not superposed(key)]
+    found = {}
+    for key, losses in groups.items():
+        noisy = lambda x, sign="": (
+            f"{np.mean(x):{sign}.4f}"
+            + (f" ± {np.std(x, ddof=1) / math.sqrt(len(x)):.4f}" if len(x) > 1 else "")
+        )
+        cells = [str(len(losses)), noisy(list(losses.values()))]
+        base = [groups[other] for other in plain if outside(other) == outside(key)]
+        if key in plain:
+            cells += ["baseline", ""]
+        elif base:
+            gaps = [loss - base[0][seed] for seed, loss in losses.items()]
+            cells.append(noisy(gaps, "+"))
+            error = np.std(gaps, ddof=1) / math.sqrt(len(gaps)) if len(gaps) > 1 else None
+            cells.append(f"{np.mean(gaps) / error:+.1f}" if error else "")
+        else:
+            cells += ["", ""]
+        found[key] = " | ".join(cells)
+    return found
+
+
+def test_tables_follow_from_the_results():
+    text = (STUDIES / "README.md").read_text()
+    tables = dict(re.findall(r"`results/(\w+)\.csv`:\n\n((?:\|.*\n)+)", text))
+    assert set(tables) == {path.stem for path in RESULTS}
+    for path in RESULTS:
+        want = {"| " + " | ".join([*key, cells]) + " |" for key, cells in rows_of(path).items()}
+        shown = set(tables[path.stem].splitlines()[2:])
+        assert shown and shown <= want, (path.stem, shown - want)
+
+
+def test_all_of_it_is_small():
+    files = [path for path in STUDIES.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 2**20
+    named = set(re.findall(r"results/(\w+\.\w+)", (STUDIES / "README.md").read_text()))
+    assert named == {path.name for path in (STUDIES / "results").iterdir()}
