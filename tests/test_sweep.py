@@ -95,7 +95,9 @@ def test_what_is_finished(config, tmp_path):
         result(tmp_path / "whole", config)
 
 
-def test_runs_of_another_grid_are_taken_over(variant, make_config, store, tmp_path, monkeypatch):
+def test_runs_of_another_grid_are_taken_over(
+    variant, make_config, store, tmp_path, monkeypatch, capsys
+):
     first = make_sweep(parse_grid("tst.ratio=0,0.4;seed=0"), variant)
     for name, config in first.runs.items():
         write_run(tmp_path / "runs" / name, config, 3.0)
@@ -111,6 +113,11 @@ def test_runs_of_another_grid_are_taken_over(variant, make_config, store, tmp_pa
     monkeypatch.setattr(compare, "check_data", lambda folder, _: checked.append(folder.name))
     assert run_once(config, tmp_path, "tst", 0).final_eval_loss == 3.0
     assert checked == ["tst.ratio=0.4,seed=0"]
+    monkeypatch.undo()  # its checkpoints removed, to save room: what it read cannot be told
+    for make in (lambda: None, (tmp_path / "runs/tst.ratio=0.4,seed=0/checkpoints").mkdir):
+        make()
+        assert run_once(config, tmp_path, "tst", 0).final_eval_loss == 3.0
+        assert "seed=0 has no checkpoint left to tell which data" in capsys.readouterr().out
     (tmp_path / "foreign").mkdir()
     check_place(tmp_path / "foreign")
     (tmp_path / "foreign/notes.txt").write_text("mine")

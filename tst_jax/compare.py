@@ -110,8 +110,13 @@ def find_run(runs, config: Config) -> pathlib.Path | None:
 
 def check_data(folder, config: Config) -> None:
     """Raises StoreError unless a finished run was trained on what its stores hold now: one that was
-    prepared anew under the same name would be compared with another."""
-    with Checkpoints(pathlib.Path(folder) / "checkpoints", read_only=True) as checkpoints:
+    prepared anew under the same name would be compared with another. Says so where its checkpoints,
+    which know that, have been removed."""
+    place = pathlib.Path(folder) / "checkpoints"
+    if not any(path.name.isdecimal() for path in place.glob("*")):
+        print(f"warning: {folder} has no checkpoint left to tell which data it read", flush=True)
+        return
+    with Checkpoints(place, read_only=True) as checkpoints:
         record = checkpoints.record(checkpoints.steps()[-1])
     stores = corpus.open_stores(config.data)
     corpus.check_same(folder, record["stores"], stores, record["vocabulary"])
