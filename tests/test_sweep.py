@@ -14,7 +14,15 @@ from tst_jax.ablations import ABLATIONS, ablated
 from tst_jax.compare import Run, run_once
 from tst_jax.errors import UserError
 from tst_jax.lock import Lock
-from tst_jax.sweep import adopt, check_place, make_sweep, parse_grid, result, results
+from tst_jax.sweep import (
+    adopt,
+    check_place,
+    make_sweep,
+    parse_grid,
+    result,
+    results,
+    train_all,
+)
 
 GRID = "tst.bag_size=2,4;tst.ratio=0,0.4;seed=0,1"
 
@@ -236,6 +244,22 @@ def test_an_unknown_ablation_is_one_line(config):
 
 
 # ---- the command
+
+
+def test_stores_are_looked_at_once_and_before_anything_is_written(variant, tmp_path):
+    grid = f"data.store={tmp_path}/none;model.vocab_size=61,99;tst.ratio=0,0.4;seed=0,1"
+    with pytest.raises(UserError) as caught:
+        train_all(make_sweep(parse_grid(grid), variant), tmp_path / "sweep", 2)
+    (line,) = str(caught.value).splitlines()
+    assert f"{tmp_path}/none: no such folder; make a store" in line
+    grid = "model.vocab_size=60,61,5000;seed=0,1"
+    with pytest.raises(UserError) as caught:
+        train_all(make_sweep(parse_grid(grid), variant), tmp_path / "sweep", 2)
+    assert [line[:25] for line in str(caught.value).splitlines()] == [
+        "model.vocab_size is 60 an",
+        "model.vocab_size is 5000 ",
+    ]
+    assert not (tmp_path / "sweep").exists()
 
 
 def sweep_command(*arguments, **more):

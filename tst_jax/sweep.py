@@ -32,12 +32,13 @@ from collections.abc import Callable
 import numpy as np
 
 from tst_jax import config as config_lib
-from tst_jax import workdir
+from tst_jax import programs, workdir
 from tst_jax.compare import Run, check_data, find_run, read_run
 from tst_jax.config import Config
 from tst_jax.errors import Preempted, UserError
 from tst_jax.lock import LockError
 from tst_jax.schedule import TSTConfig
+from tst_jax.train import open_stores, train
 
 ARM = "arm"
 ELSEWHERE = 3  # status of a cell that another process trains
@@ -181,14 +182,24 @@ def results(sweep: Sweep, folder: pathlib.Path) -> dict[str, Run]:
     return {name: done for name, done in found.items() if done}
 
 
+def check_stores(sweep: Sweep) -> None:
+    """Raises UserError, a line for each of them, if runs name stores that they cannot read."""
+    distinct = {(c.data.store, c.model.vocab_size): c for c in sweep.runs.values()}
+    found = []
+    for config in distinct.values():
+        try:
+            open_stores(config)
+        except UserError as error:
+            found += str(error).splitlines()
+    if found:
+        raise UserError("\n".join(dict.fromkeys(found)))
+
+
 # ---- training
 
 
 def train_run(sweep: Sweep, folder: pathlib.Path, name: str) -> None:
     """Trains one run to its end, in this process; returns at once if it is finished."""
-    from tst_jax import programs
-    from tst_jax.train import train
-
     programs.use_cache()
     train(sweep.runs[name], folder / "runs" / name, title=name)
 
@@ -203,8 +214,10 @@ def train_all(sweep: Sweep, folder: pathlib.Path, processes: int) -> dict[str, s
       {run: why it is not finished} of those that failed or are trained by another process.
     Raises:
       Preempted: told to end by SIGTERM; all runs are saved.
-      StoreError: a finished run read other data.
+      UserError: a store that does not open or fit, before anything is written; a finished run that
+        read other data.
     """
+    check_stores(sweep)
     (folder / "runs").mkdir(parents=True, exist_ok=True)  # it is a sweep's folder from now on
     done = results(sweep, folder)
     for name in done:

@@ -24,7 +24,7 @@ from tst_jax.checkpoint import CheckpointError, Checkpoints
 from tst_jax.config import Config, ConfigError
 from tst_jax.data import corpus, pipeline
 from tst_jax.data.order import Order
-from tst_jax.data.store import SPLITS
+from tst_jax.data.store import SPLITS, Store
 from tst_jax.errors import Preempted, UserError
 from tst_jax.loop import Loop, Run, is_eval, is_switch
 from tst_jax.models import hugging_face
@@ -70,13 +70,12 @@ def train(config: Config, workdir, title: str = "train", allow_changes=()) -> No
         ) from error
 
 
-def _check(config, workdir, allow, say) -> Run:
-    config_lib.validate(config)
-    workdir_lib.check_allowed(allow)
-    try:
-        workdir_lib.check_place(workdir)
-    except ImportError as error:  # gs://, s3:// need packages that others do without
-        raise ConfigError(f"{workdir} cannot be reached: {error}") from None
+def open_stores(config: Config) -> list[Store]:
+    """The stores of a run, which its model has the vocabulary for; see `corpus.open_stores`.
+
+    Raises:
+      UserError: a store that does not open or fit.
+    """
     stores = corpus.open_stores(config.data)
     entries = stores[0].vocab_size
     if not 0 <= config.model.vocab_size - entries <= MOST_PADDING:
@@ -85,6 +84,17 @@ def _check(config, workdir, allow, say) -> Run:
             f"entries; set --config.model.vocab_size={entries}, or up to {MOST_PADDING} more as "
             "padding"
         )
+    return stores
+
+
+def _check(config, workdir, allow, say) -> Run:
+    config_lib.validate(config)
+    workdir_lib.check_allowed(allow)
+    try:
+        workdir_lib.check_place(workdir)
+    except ImportError as error:  # gs://, s3:// need packages that others do without
+        raise ConfigError(f"{workdir} cannot be reached: {error}") from None
+    stores = open_stores(config)
     stages, names, shares = config_lib.stages(config), corpus.names(stores), config.data.shares()
     streams, heldout = (
         [pipeline.open_stream(s, split, config.data.packing, n) for s, n in zip(stores, names)]
