@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pytest
 
-from tst_jax import budget, config_file
+from tst_jax import budget, compare, config_file
 from tst_jax import config as config_lib
 
 STUDIES = pathlib.Path(__file__).parents[1] / "configs" / "studies"
@@ -55,23 +55,33 @@ def rows_of(path):
     """Lines as the README's tables have them, computed anew: {values of the axes: (mean ± standard
     error, difference from the baseline, the same in standard errors)}."""
     lines, axes = read(path)
+    lines = {
+        line["run"]: line for line in reversed(lines)
+    }.values()  # each bag size has its baseline
     axes = [name for name in axes if name != "seed"]
     groups = {}
     for line in lines:
         groups.setdefault(tuple(line[a] for a in axes), {})[line["seed"]] = float(line["eval_loss"])
-    superposed = lambda key: budget.superposed(config_of(dict(zip(axes, key)), axes))
-    (plain,) = (key for key in groups if not superposed(key))
+    plain = [k for k in groups if not budget.superposed(config_of(dict(zip(axes, k)), axes))]
     found = {}
     for key, losses in groups.items():
-        error = lambda x: np.std(x, ddof=1) / math.sqrt(len(x))
-        noisy = lambda x, sign="": f"{np.mean(x):{sign}.4f} ± {error(x):.4f}"
-        cells = [str(len(losses)), noisy(list(losses.values()))]
-        gaps = [loss - groups[plain][seed] for seed, loss in losses.items()]
-        cells += ["baseline", ""]
-        if key != plain:
-            cells[-2:] = noisy(gaps, "+"), f"{np.mean(gaps) / error(gaps):+.1f}"
+        cells = [str(len(losses)), noisy(list(losses.values())), "baseline", ""]
+        if key not in plain:
+            (baseline,) = plain
+            gaps = [loss - groups[baseline][seed] for seed, loss in losses.items()]
+            cells[2] = noisy(gaps, "+")
+            cells[3] = f"{np.mean(gaps) / error(gaps):+.1f}" if len(gaps) > 1 else ""
         found[key] = " | ".join(cells)
     return found
+
+
+def error(values):
+    return np.std(values, ddof=1) / math.sqrt(len(values))
+
+
+def noisy(values, sign=""):
+    after = f" ± {error(values):.4f}" if len(values) > 1 else ""
+    return f"{np.mean(values):{sign}.4f}{after}"
 
 
 def test_tables_follow_from_the_results():
@@ -82,6 +92,24 @@ def test_tables_follow_from_the_results():
         want = {"| " + " | ".join([*key, cells]) + " |" for key, cells in rows_of(path).items()}
         shown = set(tables[path.stem].splitlines()[2:])
         assert shown == want, path.stem
+
+
+def test_the_speed_up_follows_from_the_results():
+    """Rule 21: from baselines with whole schedules of their own, paired by seed."""
+    groups = {}
+    for name in ("gain", "lengths"):
+        lines, axes = read(STUDIES / "results" / f"{name}.csv")
+        for line in lines:
+            config = config_of(line, axes)
+            length = config.steps if config.tst.ratio == 0 else "tst"
+            run = compare.Run(config, [], [{"eval_loss": float(line["eval_loss"])}])
+            groups.setdefault(length, {})[config.seed] = run
+    baselines = {length: [runs[seed] for seed in range(3)] for length, runs in groups.items()}
+    tst = baselines.pop("tst")
+    assert sorted(baselines) == [8000, 9200, 10580, 12167]
+    found = compare.equal_loss(tst[0].config, None, range(3), tst, baselines)
+    said = "{speedup:.2f} times TST's steps and FLOPs ({low:.2f} to {high:.2f}: one standard error"
+    assert said.format(**found) in " ".join((STUDIES / "README.md").read_text().split())
 
 
 def test_all_of_it_is_small():
