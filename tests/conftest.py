@@ -1,11 +1,12 @@
 """What several tests share: a small prepared store, and a run small enough to train in seconds."""
 
+import os
+
 import numpy as np
 import pytest
 from fake_commands import Machine
 from tokenizers import Tokenizer, models
 
-from tst_jax import programs
 from tst_jax.config import CheckpointConfig, Config, DataConfig, EvalConfig
 from tst_jax.data.store_writer import write_store
 from tst_jax.data.vocabulary import Vocabulary
@@ -19,9 +20,10 @@ VOCAB = 61
 LONG = ("sharding", "hosts", "launch_slurm", "train", "architectures", "kernels_sharded", "aot")
 LONG += ("debug_nans", "numbers", "bench", "kills", "export", "workdir", "preemption", "doctor")
 
-
-# Runs of the tests compile longer than they train, and the same bits come out of a resumed run.
-programs.COMPILER_OPTIONS["cpu"]["xla_backend_optimization_level"] = 0
+# The tests compile longer than they compute. So XLA compiles for CPUs fast, to slow programs, here
+# and in the processes that the tests start; it reads this before its first use.
+FAST = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FAST}".strip()
 
 
 def pytest_collection_modifyitems(items):

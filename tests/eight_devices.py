@@ -10,7 +10,7 @@ import sys
 def report_of(file):
     """What `main()` of the file prints as its last line."""
     root = pathlib.Path(file).parents[1]
-    flags = "--xla_force_host_platform_device_count=8"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     environment = {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     done = subprocess.run(
         [sys.executable, "-B", str(file)],

@@ -7,7 +7,6 @@ from tst_jax import superposition
 
 B, L, D, V = 8, 6, 16, 64
 ROUNDING = 2e-6  # of float32 sums in another order, relative to the largest entry
-FAST = {"xla_backend_optimization_level": 0}  # to compile
 
 
 def problem(bag_size, seed=0):
@@ -41,4 +40,4 @@ def largest_difference(got, want):
 
 
 def compiled(function, *arrays):
-    return jax.jit(function).lower(*arrays).compile(FAST)
+    return jax.jit(function).lower(*arrays).compile()

@@ -40,7 +40,6 @@ def write_config(path, store, steps, fsdp=1, save_every=4):
 def environment(devices=None, **more):
     """Of a process that has so many CPU devices, and compiles fast."""
     ours = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PYTHON": sys.executable}
-    ours["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
     if devices:
         ours["JAX_NUM_CPU_DEVICES"] = str(devices)
     return os.environ | ours | more

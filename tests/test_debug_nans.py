@@ -17,7 +17,6 @@ from tst_jax.debug_nans import first_operation, replay
 from tst_jax.models import transformer
 from tst_jax.train_step import init_state, key_data
 
-FAST = {"xla_backend_optimization_level": 0}  # to compile, that is
 TOKEN = 60
 
 
@@ -27,7 +26,7 @@ def make(make_config, phase, experts=0, norm="layer"):
     config.model.norm = norm
     config.model.experts, config.model.experts_per_token = experts, min(experts, 2)
     stage = config_lib.stages(config)[phase]
-    state = jax.jit(lambda key: init_state(config, key), compiler_options=FAST)(key_data(0))
+    state = jax.jit(lambda key: init_state(config, key))(key_data(0))
     rng = np.random.default_rng(0)
     tokens = rng.integers(1, TOKEN, (stage.rows, stage.row_tokens)).astype(np.int32)
     tokens[1, 0] = tokens[3, stage.row_stride - 1] = TOKEN

@@ -28,7 +28,6 @@ CONFIG = Config(
     optimizer=OptimizerConfig(name="sgd", weight_decay=0.0, clip=0.0),
     schedule=ScheduleConfig(peak_lr=1.0, warmup_fraction=0.0, decay_fraction=0.0),
 )
-FAST = {"xla_backend_optimization_level": 0}  # to compile, that is
 MODELS = {
     "rope": CONFIG.model,
     "learned": dataclasses.replace(CONFIG.model, positions="learned", max_positions=L),
@@ -64,7 +63,7 @@ def alone(tokens, segments, stage):
 
 
 def gradients(config, stage, state, tokens, segments):
-    step = jax.jit(make_train_step(config, stage), compiler_options=FAST)
+    step = jax.jit(make_train_step(config, stage))
     after, metrics = step(state, tokens, segments)
     change = jax.tree.map(lambda old, new: old - new, state.params, after.params)
     return jnp.concatenate([x.ravel() for x in jax.tree.leaves(change)]), metrics
@@ -82,7 +81,7 @@ def test_a_row_of_documents_is_its_documents_one_by_one(model, mode):
         config = dataclasses.replace(config, tst=TSTConfig(bag_size=S, ratio=0.5, mode=mode))
     stage = config_lib.stages(config)[-1 if mode == "recovery" else 0]
     tokens, segments = packed_rows(np.random.default_rng(0), stage)
-    state = jax.jit(lambda key: init_state(config, key), compiler_options=FAST)(key_data(0))
+    state = jax.jit(lambda key: init_state(config, key))(key_data(0))
     together, metrics = gradients(config, stage, state, tokens, segments)
     apart, others = gradients(config, stage, state, *alone(tokens, segments, stage))
     assert segments.max() > 2
@@ -95,7 +94,7 @@ def test_a_row_of_documents_is_its_documents_one_by_one(model, mode):
 def test_without_segments_the_same_rows_are_other_rows():
     stage = config_lib.stages(CONFIG)[0]
     tokens, segments = packed_rows(np.random.default_rng(0), stage)
-    state = jax.jit(lambda key: init_state(CONFIG, key), compiler_options=FAST)(key_data(0))
+    state = jax.jit(lambda key: init_state(CONFIG, key))(key_data(0))
     with_segments, _ = gradients(CONFIG, stage, state, tokens, segments)
     without, _ = gradients(CONFIG, stage, state, tokens, None)
     assert not np.allclose(with_segments, without, atol=1e-3)
@@ -125,7 +124,7 @@ def test_a_row_of_one_document_is_an_ordinary_row():
     for stage in config_lib.stages(CONFIG):
         rng = np.random.default_rng(2)
         tokens = rng.integers(1, 32, (ROWS, stage.row_tokens)).astype(np.int32)
-        state = jax.jit(lambda key: init_state(CONFIG, key), compiler_options=FAST)(key_data(0))
+        state = jax.jit(lambda key: init_state(CONFIG, key))(key_data(0))
         with_segments, _ = gradients(CONFIG, stage, state, tokens, np.ones_like(tokens))
         without, _ = gradients(CONFIG, stage, state, tokens, None)
         np.testing.assert_allclose(with_segments, without, atol=1e-6, rtol=1e-5)
@@ -134,8 +133,8 @@ def test_a_row_of_one_document_is_an_ordinary_row():
 def test_held_out_documents_are_told_apart_too():
     stage = config_lib.stages(CONFIG)[-1]
     tokens, segments = packed_rows(np.random.default_rng(3), stage)
-    state = jax.jit(lambda key: init_state(CONFIG, key), compiler_options=FAST)(key_data(0))
-    evaluate = jax.jit(make_eval_step(CONFIG), compiler_options=FAST)
+    state = jax.jit(lambda key: init_state(CONFIG, key))(key_data(0))
+    evaluate = jax.jit(make_eval_step(CONFIG))
     nats, count = evaluate(state.params, tokens, segments)
     _, metrics = gradients(CONFIG, stage, state, tokens, segments)
     np.testing.assert_allclose(nats / count, metrics["loss"], rtol=1e-6)

@@ -21,7 +21,7 @@ from eight_devices import report_of
 from test_export import SHAPES, arrays_of
 
 from tst_jax import evaluate as evaluate_lib
-from tst_jax import generate, metrics, programs, sharding
+from tst_jax import generate, metrics, sharding
 from tst_jax.data.store import open_store
 from tst_jax.data.store_writer import write_store
 from tst_jax.data.vocabulary import ids_only
@@ -178,7 +178,6 @@ def test_draws_are_among_what_is_allowed():
 
 def main():
     """With eight devices: scores and texts on some meshes, and the command."""
-    programs.COMPILER_OPTIONS["cpu"]["xla_backend_optimization_level"] = 0
     model = model_of(dataclasses.replace(MODELS["llama"], vocab_size=64, kv_heads=2))
     one, data, all_axes = dict(data=1), dict(data=8), dict(data=2, fsdp=2, tensor=2)
     found = {"scores": [], "texts": []}

@@ -19,7 +19,6 @@ from tst_jax.guard import GRACE, Guard, NumbersConfig, TrainingError
 from tst_jax.optimizer import OptimizerConfig
 from tst_jax.train_step import init_state, key_data, make_train_step
 
-FAST = {"xla_backend_optimization_level": 0}  # to compile, that is
 POISON = 60  # a token
 CASES = {
     "adamw": (OptimizerConfig(), 1, False),
@@ -43,8 +42,8 @@ def start(make_config, case):
     config.model.norm = "layer"
     config.schedule.warmup_fraction = config.schedule.decay_fraction = 0.0
     stage = config_lib.stages(config)[0]
-    state = jax.jit(lambda key: init_state(config, key), compiler_options=FAST)(key_data(0))
-    return stage, state, jax.jit(make_train_step(config, stage), compiler_options=FAST)
+    state = jax.jit(lambda key: init_state(config, key))(key_data(0))
+    return stage, state, jax.jit(make_train_step(config, stage))
 
 
 def change(state, **arrays):

@@ -38,7 +38,6 @@ MOE = dataclasses.replace(
 )
 CASES = [(config, phase, "mce") for config in ("dense", "moe") for phase in (0, 1)]
 CASES += [("dense", 0, "mass")]  # whose denominator is another
-FAST = {"xla_backend_optimization_level": 0}  # to compile, that is
 
 
 def unequal_mask(rng, tokens):
@@ -52,7 +51,7 @@ def unequal_mask(rng, tokens):
 @functools.cache
 def start(model):
     config = {"dense": DENSE, "moe": MOE}[model]
-    return jax.jit(functools.partial(init_state, config), compiler_options=FAST)(key_data(0))
+    return jax.jit(functools.partial(init_state, config))(key_data(0))
 
 
 def one_step(model, config, phase, parts, mask):
@@ -64,7 +63,7 @@ def one_step(model, config, phase, parts, mask):
     state, step = start(model), make_train_step(config, stage)
     mask = mask(rng, stage.row_tokens)
     segments = None if mask is None else mask.astype(np.int32)
-    after, metrics = jax.jit(step, compiler_options=FAST)(state, tokens, segments)
+    after, metrics = jax.jit(step)(state, tokens, segments)
     change = jax.tree.map(lambda old, new: old - new, state.params, after.params)
     return jnp.concatenate([x.ravel() for x in jax.tree.leaves(change)]), metrics
 
@@ -92,7 +91,7 @@ def test_masked_tokens_neither_count_nor_are_read(phase):
     tokens = rng.integers(0, 32, (ROWS, stage.row_tokens)).astype(np.int32)
     mask = unequal_mask(rng, stage.row_tokens)
     state = start("moe")
-    step = jax.jit(make_train_step(MOE, stage), compiler_options=FAST)
+    step = jax.jit(make_train_step(MOE, stage))
     segments = mask.astype(np.int32)
     _, metrics = step(state, tokens, segments)
     _, others = step(state, np.where(mask, tokens, 7), segments)

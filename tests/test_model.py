@@ -8,7 +8,6 @@ attention, where the architecture could matter.
 """
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -37,8 +36,6 @@ SHAPES = {
 }
 every_shape = pytest.mark.parametrize("cfg", SHAPES.values(), ids=SHAPES)
 ROUNDING = 1e-5  # float32, summed in another order: of the largest entry
-# These programs run once: compiling them well takes longer than running them.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def make(cfg=CFG, seed=0):
@@ -63,7 +60,7 @@ def logits(model, ids, **rows):
     return model.logits(model.body(model.embed(ids), **rows))
 
 
-forward = jit(logits)
+forward = jax.jit(logits)
 
 
 def assert_close(got, want, rtol=ROUNDING):
@@ -88,7 +85,7 @@ def test_nothing_flows_from_a_bag_to_an_earlier_position(bag, cfg):
         return logits(inside, ids)[0, position] @ mix
 
     table = model.embedding[...]
-    gradients = jit(lambda t: jax.lax.map(lambda i: jax.grad(mixed)(t, i), jnp.arange(L)))
+    gradients = jax.jit(lambda t: jax.lax.map(lambda i: jax.grad(mixed)(t, i), jnp.arange(L)))
     size = np.abs(gradients(table)).max(-1)  # [L, V]
     assert not np.delete(size, ids.ravel(), axis=1).any()
     size = size[:, ids[0]]  # [position, bag it could see, token of that bag]
@@ -104,7 +101,7 @@ def test_documents_in_a_row_do_not_see_each_other(cfg):
     segments = jnp.asarray([[4, 4, 4, 7, 7, 7], [1, 2, 2, 2, 2, 3]])
     starts = np.asarray([[0, 0, 0, 3, 3, 3], [0, 1, 1, 1, 1, 5]])
     positions = jnp.asarray(np.arange(L) - starts)  # they restart
-    run = jit(lambda ids: logits(model, ids, segments_BxL=segments, positions_BxL=positions))
+    run = jax.jit(lambda ids: logits(model, ids, segments_BxL=segments, positions_BxL=positions))
     got = run(ids)
     for row, start, stop in (0, 0, 3), (0, 3, 6), (1, 0, 1), (1, 1, 5), (1, 5, 6):
         alone = forward(model, ids[row : row + 1, start:stop])
@@ -173,7 +170,7 @@ def test_grouped_queries_are_heads_that_share_their_keys():
 def test_decoding_with_a_cache_is_the_forward_pass(pieces, cfg):
     """One position at a time; a prefill in two pieces; and the cache may be longer than the row."""
     model, ids = make(cfg), tokens()
-    step = jit(lambda ids, cache, at: model.body(model.embed(ids), cache, at))
+    step = jax.jit(lambda ids, cache, at: model.body(model.embed(ids), cache, at))
     cache, done, got = model.empty_cache(2, L + 3), 0, []
     for length in pieces:
         hidden, cache = step(ids[:, done : done + length], cache, done)
@@ -220,14 +217,14 @@ def test_the_scanned_decoder_is_the_written_out_one(bag):
 
 MIX = jnp.asarray(np.random.default_rng(7).normal(size=(2, L, V)), jnp.float32)
 score = lambda model, ids: (MIX * logits(model, ids)).sum()
-graded = jit(jax.value_and_grad(score))
+graded = jax.jit(jax.value_and_grad(score))
 
 
 @every_shape
 def test_scanning_the_layers_is_calling_them_in_turn(cfg):
     model, ids = make(cfg), tokens()
 
-    @jit
+    @jax.jit
     def unrolled(model, ids):
         hidden = model.embed(ids)
         if cfg.positions == "learned":
@@ -303,7 +300,7 @@ def test_a_bag_of_one_is_a_look_up(dtype):
 
 
 def test_initial_weights_follow_the_seed_and_predict_nothing_yet():
-    make_real = jit(lambda seed: Transformer(CFG, jax.random.key(seed)))
+    make_real = jax.jit(lambda seed: Transformer(CFG, jax.random.key(seed)))
     first, again, other = (make_real(seed) for seed in (0, 0, 1))
     ids = tokens(rows=8, length=32)
     z = np.asarray(forward(first, ids), np.float64)

@@ -59,11 +59,6 @@ def probes(seed=9):
     return np.random.default_rng(seed).standard_normal((B, L, D)).astype(np.float32)
 
 
-def compiled(function, **shardings):
-    options = {"xla_backend_optimization_level": 0}  # to compile fast
-    return jax.jit(function, compiler_options=options, **shardings)
-
-
 @functools.cache
 def layer(choices, mesh=None):
     """(y, balance, load), and gradients of a loss of all y and the balance, by name."""
@@ -76,7 +71,7 @@ def layer(choices, mesh=None):
         (_, values), gradients = jax.value_and_grad(loss, has_aux=True)(arrays, mask)
         return dict(zip(("y", "balance", "load"), values)) | dict(zip(NAMES, gradients))
 
-    return compiled(run, in_shardings=mesh and places(mesh)[:2])
+    return jax.jit(run, in_shardings=mesh and places(mesh)[:2])
 
 
 def places(mesh):
@@ -108,7 +103,7 @@ def reference(arrays, mask, choices):
 
     with jax.enable_x64(True):
         arrays = tuple(np.float64(x) for x in arrays)
-        (_, values), gradients = compiled(jax.value_and_grad(loss, has_aux=True))(arrays)
+        (_, values), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(arrays)
         values, gradients = jax.tree.map(np.asarray, (values, gradients))
     return dict(zip(("y", "balance", "load"), values)) | dict(zip(NAMES, gradients))
 

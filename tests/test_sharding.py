@@ -85,15 +85,12 @@ def layouts(tree):
 def train_on(config, mesh, batches):
     """Ten steps of each phase, as the trainer compiles them: metrics, layouts and collectives."""
     shapes, shardings = state_shardings(config, mesh)
-    fast = {"xla_backend_optimization_level": 0}  # to compile, that is
-    init = jax.jit(
-        functools.partial(init_state, config), out_shardings=shardings, compiler_options=fast
-    )
+    init = jax.jit(functools.partial(init_state, config), out_shardings=shardings)
     state = init(key_data(0))
     bits = hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(state)))
     losses, norms, routing, sent = [], [], [], {}
     for stage, parts in zip(config_lib.stages(config), batches, strict=True):
-        step = programs.lower_step(config, stage, mesh, shapes, shardings).compile(fast)
+        step = programs.lower_step(config, stage, mesh, shapes, shardings).compile()
         sent[stage.phase] = hlo.collectives(step.as_text())
         numbers = sharding.local_rows(mesh, stage.rows)
         for part in parts:

@@ -1,7 +1,6 @@
 """The trainer: exact resume, the switch, what a run leaves behind, and what it refuses to start."""
 
 import copy
-import functools
 import json
 import math
 import shutil
@@ -25,7 +24,6 @@ from tst_jax.train import train
 from tst_jax.train_step import at_switch, init_state, key_data, make_train_step, state_shardings
 
 SWITCH = 8  # of the shared config: round(0.4 * 20)
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 TIMES = ("step_seconds", "data_wait_seconds", "positions_per_second", "tokens_per_second")
 
 
@@ -164,8 +162,8 @@ def test_golden_first_step(make_config, store):
         stages = config_lib.stages(config)
         stream = Stream(open_store(store).tokens("train"))
         (rows,) = next(batches([stream], Order(stages, [stream.length]), 0, 0))
-        state = jit(lambda key: init_state(config, key))(key_data(0))
-        _, values = jit(make_train_step(config, stages[0]))(state, rows)
+        state = jax.jit(lambda key: init_state(config, key))(key_data(0))
+        _, values = jax.jit(make_train_step(config, stages[0]))(state, rows)
         found += [float(values["loss"]), float(values["grad_norm"])]
     assert found == pytest.approx(GOLDEN, rel=2e-5)
 
@@ -200,8 +198,8 @@ def test_switch_changes_nothing_unless_asked(make_config, store):
     config = make_config(store)
     stage = config_lib.stages(config)[0]
     rows = np.arange(4 * stage.row_tokens, dtype=np.int32).reshape(4, -1) % 61
-    state = jit(lambda key: init_state(config, key))(key_data(0))
-    state, _ = jit(make_train_step(config, stage))(state, rows)
+    state = jax.jit(lambda key: init_state(config, key))(key_data(0))
+    state, _ = jax.jit(make_train_step(config, stage))(state, rows)
     before = jax.device_get(named_leaves(state))
     assert_same_bits(jax.device_get(named_leaves(at_switch(config, state))), before)
 

@@ -78,8 +78,9 @@ def replay(config: Config, stage: schedule.Stage, state: TrainState, batch, mesh
 def _compiled(mesh, function):
     """What it returns is whole on every process."""
     options = {} if mesh is None else {"out_shardings": sharding.replicated(mesh)}
-    if sharding.platform(mesh) == "cpu":  # hundreds of checks take longer to optimise than to run
-        options["compiler_options"] = {"xla_backend_optimization_level": 0}
+    if sharding.platform(mesh) == "cpu":  # hundreds of checks take longer to compile than to run
+        fast = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+        options["compiler_options"] = fast
     return jax.jit(function, **options)
 
 
