@@ -6,6 +6,7 @@ before; Muon works on each layer's weight by itself.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,8 @@ import pytest
 from tst_jax.models.transformer import ModelConfig, Transformer
 from tst_jax.optimizer import OptimizerConfig, is_matrix, make_optimizer
 
+# Two programs are compared to the bit: both are fused as they are outside the tests.
+jit = functools.partial(jax.jit, compiler_options={"xla_cpu_use_fusion_emitters": True})
 CFG = ModelConfig(vocab_size=23, width=8, layers=2, heads=2, kv_heads=1, head_dim=6, ff=20)
 MOE = dataclasses.replace(CFG, experts=3, experts_per_token=1)
 GPT2 = dataclasses.replace(CFG, positions="learned", max_positions=5, mlp="gelu", biases=True)
@@ -53,7 +56,7 @@ def by_name(tree):
 def updates(config, params=PARAMS, grads=GRADS, lr=LR, steps=1):
     """The update of the last of `steps` steps, the learning rate traced as in a train step."""
 
-    @jax.jit
+    @jit
     def step(grads, state, params, lr):
         return make_optimizer(config, lr).update(grads, state, params)
 
@@ -112,7 +115,7 @@ def test_a_learning_rate_from_outside_takes_optaxs_own_steps(name):
     config, make = OWN[name]
     own = optax.chain(optax.clip_by_global_norm(1.0), make(0.01))
 
-    @jax.jit
+    @jit
     def step(grads, state, params):
         return own.update(grads, state, params)
 
@@ -209,6 +212,8 @@ def test_settings_that_make_no_optimizer_give_one_line(settings, words):
 def test_the_optimizers_that_the_message_names_exist(name):
     config = OptimizerConfig(name=name)
     assert not config.problems()
-    got = jax.eval_shape(lambda params, grads: updates(config, params, grads), PARAMS, GRADS)
+    one = make_optimizer(config, LR)
+    step = lambda params, grads: one.update(grads, one.init(params), params)[0]
+    got = jax.eval_shape(step, PARAMS, GRADS)
     shapes = lambda tree: [leaf.shape for leaf in jax.tree.leaves(tree)]
     assert shapes(got) == shapes(PARAMS)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import numpy as np
 import pytest
@@ -101,6 +102,26 @@ def test_reading_maps_the_files_and_opens_shards_when_they_are_needed(tmp_path, 
     with pytest.raises(ValueError, match="read-only"):
         tokens[:3][0] = 1
     assert isinstance(store.documents("train")[0].base, original)  # mapped too
+
+
+def test_shards_are_checked_together_and_their_heads_read_one_at_a_time(tmp_path, monkeypatch):
+    """Python 3.11 fails now and then where two threads parse; NumPy parses the head of a file."""
+    store, _ = write_several(tmp_path / "store")
+    load, inside, most = np.load, [], []
+
+    def slow_load(file, **options):
+        inside.append(file)
+        most.append(len(inside))
+        time.sleep(0.005)
+        found = load(file, **options)
+        inside.remove(file)
+        return found
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(np, "load", slow_load)
+    open_store(store.path)
+    assert len(most) == sum(map(len, store.manifest["shards"].values())) > 8
+    assert max(most) == 1
 
 
 @pytest.mark.parametrize("size, dtype", [(65536, np.uint16), (65537, np.uint32)])

@@ -19,6 +19,7 @@ import hashlib
 import itertools
 import json
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ TOKENS, DOCUMENTS = ".tokens.bin", ".documents.npy"
 
 _CHUNK = 1 << 22  # bytes hashed, and ids checked, at a time by each thread: memory stays flat
 _THREADS = 16
+# NumPy reads the head of a file with `ast`, which Python 3.11 lets only one thread use.
+_ONE_AT_A_TIME = threading.Lock()
 _ELSEWHERE = "give the folder of a tst_jax store, or prepare one in another folder"
 
 
@@ -301,7 +304,8 @@ def _check_shard(store: Store, shard: dict[str, Any]) -> None:
     if sha256_of_file(documents)[0] != signed[documents.name]["sha256"]:
         raise _damaged(documents, "changed since it was written (sha256 differs)")
     try:
-        offsets = np.load(documents, allow_pickle=False)
+        with _ONE_AT_A_TIME:
+            offsets = np.load(documents, allow_pickle=False)
     except (ValueError, EOFError) as error:
         raise _damaged(documents, f"is not a NumPy array ({error})") from error
     shape, size = (shard["documents"] + 1,), shard["tokens"]
