@@ -38,7 +38,7 @@ def write_config(path, store, steps, fsdp=1, save_every=4):
 
 
 def environment(devices=None, **more):
-    """Of a process that has so many CPU devices, and compiles fast."""
+    """Of a process that has so many CPU devices."""
     ours = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PYTHON": sys.executable}
     if devices:
         ours["JAX_NUM_CPU_DEVICES"] = str(devices)

@@ -55,9 +55,8 @@ def rows_of(path):
     """Lines as the README's tables have them, computed anew: {values of the axes: (mean ± standard
     error, difference from the baseline, the same in standard errors)}."""
     lines, axes = read(path)
-    lines = {
-        line["run"]: line for line in reversed(lines)
-    }.values()  # each bag size has its baseline
+    # A grid names its baseline once for each bag size: the first of them stands in the table.
+    lines = {line["run"]: line for line in reversed(lines)}.values()
     axes = [name for name in axes if name != "seed"]
     groups = {}
     for line in lines:
