@@ -176,7 +176,7 @@ def check(config, topology: str) -> dict:
             f"choose a kind of {', '.join(HBM)}"
         )
     layout = programs.layout(config, chips)
-    figures = {
+    figures: dict = {
         "topology": topology,
         "chips": len(chips),
         "device_kind": chips[0].device_kind,

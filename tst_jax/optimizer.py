@@ -141,7 +141,7 @@ def make_optimizer(cfg: OptimizerConfig, learning_rate) -> optax.GradientTransfo
     """
     build = getattr(optax, cfg.name, None) or getattr(optax.contrib, cfg.name, None)
     accepted = inspect.signature(build).parameters if callable(build) else {}
-    if "learning_rate" not in accepted:
+    if build is None or "learning_rate" not in accepted:
         hint = checks.did_you_mean(cfg.name, _names(), f"; {_TRY}")
         raise ValueError(
             f"optimizer.name is {cfg.name!r}, no optimizer of optax or optax.contrib{hint}"

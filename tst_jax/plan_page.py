@@ -131,7 +131,7 @@ def _baselines(figures: dict) -> list[str]:
     costs = {"equal FLOPs": found["equal_flops"], "equal data": found["equal_data"]}
     costs |= {f"equal loss, {cost['factor']:.2f}*": cost for cost in found["equal_loss"]}
     header = f"{'Baselines':20}{'steps':>14}{'tokens':>24}{'FLOPs':>12}{'x TST':>9}{hours:>12}"
-    lines = [header.rstrip()]
+    lines: list[str] = [header.rstrip()]
     for name, cost in costs.items():
         if cost is None:
             lines.append(f"  {name}: none, as data.rows_from changes the batch size")

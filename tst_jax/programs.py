@@ -9,6 +9,7 @@ import math
 import os
 import pathlib
 import time
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -44,10 +45,10 @@ COMPILER_OPTIONS = {
 class Programs:
     """What runs on the devices, compiled before the first step (rule 17)."""
 
-    init: object  # key data -> state; with config.init_from: (key data, params) -> state
-    switch: object  # state -> state
+    init: Callable  # key data -> state; with config.init_from: (key data, params) -> state
+    switch: Callable  # state -> state
     steps: dict  # stage index -> (state, *batch) -> (state, metrics)
-    evaluate: object  # (params, *batch) -> (nats, tokens)
+    evaluate: Callable  # (params, *batch) -> (nats, tokens)
 
 
 def use_cache() -> None:
@@ -178,7 +179,7 @@ def compile_run(config: Config, stages, mesh, shapes, shardings, step, last, say
     names = {index: f"{stage.phase} s={stage.bag_size}" for index, stage in enumerate(stages)}
     times = ", ".join(f"{names.get(name, name)} {s:.1f} s" for name, (_, s) in compiled.items())
     say(f"compiled in {time.perf_counter() - began:.1f} s: {times}")
-    compiled = {name: program for name, (program, _) in compiled.items()}
+    compiled: dict = {name: program for name, (program, _) in compiled.items()}
     unchanged = lambda state: state
     return Programs(
         compiled.pop("init", None),

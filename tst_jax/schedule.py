@@ -190,9 +190,8 @@ def parse_stages(text: str) -> list[tuple[int, float]]:
 def parse_rows_from(text: str, steps: int) -> list[tuple[int, int]]:
     """`"1000:32,2000:64"` -> [(1000, 32), (2000, 64)]; ValueError if it cannot be."""
     try:
-        found = [tuple(int(x) for x in part.split(":")) for part in text.split(",") if text]
-        if any(len(pair) != 2 for pair in found):
-            raise ValueError
+        pairs = [part.split(":") for part in text.split(",") if text]
+        found = [(int(step), int(rows)) for step, rows in pairs]
     except ValueError:
         raise ValueError(
             f"data.rows_from is {text!r}; write steps and rows as '1000:32,2000:64'"

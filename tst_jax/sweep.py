@@ -331,9 +331,10 @@ if __name__ == "__main__":
         last = len(sweep.cells) - 1
         if CELL.value is not None and not 0 <= CELL.value <= last:
             raise UserError(f"--cell is {CELL.value}; give 0 .. {last} (--list shows them)")
-        if "://" in WORKDIR.value:
-            raise UserError(f"--workdir is {WORKDIR.value}; give a folder that is mounted here")
-        folder = pathlib.Path(WORKDIR.value)
+        place = WORKDIR.value or ""
+        if "://" in place:
+            raise UserError(f"--workdir is {place}; give a folder that is mounted here")
+        folder = pathlib.Path(place)
         check_place(folder)
         sweep = adopt(sweep, folder)
         if LIST.value:

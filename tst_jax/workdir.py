@@ -29,7 +29,7 @@ def check_allowed(allow: frozenset[str]) -> None:
     known = list(config_lib.flatten(Config()))
     for name in sorted(allow):
         if name not in known:
-            hint = checks.did_you_mean(name, known, "; see tst_jax/config.py")
+            hint = checks.did_you_mean(name, known, "; tst_jax.settings lists all")
             raise ConfigError(f"--allow_changes: {name!r} is no setting{hint}")
 
 

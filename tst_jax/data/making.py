@@ -58,7 +58,7 @@ def make_store(options, request, source, units, given, work: Path) -> Store:
             show = lambda sums, done: progress.update(size * done // len(calls))
             entries = workers.run(_merge, calls, show)
     by_split = {s: [e for c, e in zip(calls, entries) if c[2] == s] for s in SPLITS}
-    read = sum(runs.documents_read(folder, number) for number in range(len(units)))
+    read = sum(int(runs.documents_read(folder, number)) for number in range(len(units)))
     kept = sum(entry["documents"] for entry in entries if entry)
     encoded = sum(totals[split]["documents"] for split in SPLITS)
     provenance = {
@@ -138,7 +138,9 @@ def _trained(options, source, units, size: int, work: Path) -> Vocabulary:
 
 def special_ids(options, found: Vocabulary) -> dict[str, int | None]:
     """Ids of what --separator, --bos and --eos name."""
-    special = {"separator": vocabulary.special_id(found, options.separator, "separator")}
+    special: dict[str, int | None] = {
+        "separator": vocabulary.special_id(found, options.separator, "separator")
+    }
     for name in ("bos", "eos"):
         token = getattr(options, name)
         special[name] = None if token is None else vocabulary.special_id(found, token, name)

@@ -152,7 +152,7 @@ def fit(distances: Sequence[float], values: Sequence[float]) -> tuple[float, flo
         bounds = (0, 0, -20), (np.inf, np.inf, -1e-3)
         options = dict.fromkeys(("ftol", "xtol", "gtol"), 1e-13) | {"max_nfev": 10_000}
         try:
-            found, _ = scipy.optimize.curve_fit(law, d, y, begin, bounds=bounds, **options)
+            found = scipy.optimize.curve_fit(law, d, y, begin, bounds=bounds, **options)[0]
         except RuntimeError:  # it does not converge
             found = begin
         variance, left = y.var(), ((y - law(d, *found)) ** 2).mean()

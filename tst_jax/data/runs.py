@@ -121,15 +121,15 @@ def _unit(folder, number) -> Path:
 def _encode(job: Job, unit, batch) -> list[tuple[Any, int, np.ndarray]]:
     """(content, bytes of its text, ids with the special ones) of each document."""
     if job.source.tokens:
-        known = job.vocabulary.kind != "none"
         for ids in batch:
             if ids.min() < 0 or ids.max() >= job.vocabulary.size:
                 raise SourceError(
                     f"{unit.name}: has ids {ids.min()} to {ids.max()}, the vocabulary 0 to "
                     f"{job.vocabulary.size - 1}; give the --tokenizer that made them"
                 )
-        texts = job.vocabulary.decode_batch(batch) if known else None
-        sizes = [len(t.encode()) for t in texts] if known else [_UNKNOWN] * len(batch)
+        sizes = [_UNKNOWN] * len(batch)
+        if job.vocabulary.kind != "none":
+            sizes = [len(text.encode()) for text in job.vocabulary.decode_batch(batch)]
         ids = batch
     else:
         sizes = [len(text.encode()) for text in batch]

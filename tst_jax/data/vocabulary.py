@@ -104,7 +104,7 @@ def load(path: str | Path) -> Vocabulary:
         found = "is not known by its suffix"
     elif not path.stat().st_size:
         found = "is empty"
-    if found:
+    if found or kind is None:
         raise VocabularyError(f"{path}: {found}; {_GIVE}")
     try:
         library = _KINDS[kind][1](path.read_bytes())

@@ -8,13 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from multiprocessing import connection
+from typing import Any
 
 from tqdm import tqdm
 
 from tst_jax.errors import UserError
 
 _COUNTERS = 3  # documents, bytes, ids
-_work = None  # in a worker: (function's first argument, counters, whether to end)
+_work: Any = None  # in a worker: (function's first argument, counters, whether to end)
 
 
 class Workers:

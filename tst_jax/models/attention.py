@@ -175,11 +175,11 @@ def _splash_kernel(heads: int, positions: int, block: int, interpret: bool):
     class Causal(splash.CausalMask):
         # All blocks are looked at several times, and only those on the diagonal need more than one
         # entry: 131,072 positions would take over a minute otherwise.
-        def __getitem__(self, index):
-            queries, keys = index
+        def __getitem__(self, idx):
+            queries, keys = idx
             if queries.start >= keys.stop or queries.stop <= keys.start:
                 return np.full((1, 1), queries.start >= keys.stop)
-            return super().__getitem__(index)
+            return super().__getitem__(idx)
 
     # Not the fused backward kernel: it writes one gradient of the query for each block of keys,
     # which again grows with the square of the length.
