@@ -2,7 +2,6 @@
 
 import base64
 import dataclasses
-import html
 import json
 import os
 import pathlib
@@ -15,7 +14,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from tst_jax import __version__, flops
+from tst_jax import __version__, flops, report_page
 from tst_jax import config as config_lib
 
 COLORS = {"baseline": "#5b6770", "tst": "#c2410c"}
@@ -190,6 +189,24 @@ def draw(path, baselines: dict, tst) -> None:
     plt.close(figure)
 
 
+def _chart(baselines: dict, tst) -> dict:
+    """The curves as report_chart.js takes them: those that `draw` draws over FLOPs."""
+    same, units = baselines[tst[0].config.steps], ("step", "FLOPs", "data tokens")
+    arms = [(f"baseline, {steps:,} steps", "baseline", runs) for steps, runs in baselines.items()]
+    curves = []
+    for label, name, runs in [*arms, ("TST", "tst", tst)]:
+        steps, mean, each = _curves(runs)
+        spent = [_spent(runs[0].config, step) for step in steps]
+        style = {"color": COLORS[name], "x": {unit: [at[unit] for at in spent] for unit in units}}
+        style["dashed"] = name == "baseline" and runs is not same
+        seeds = zip(runs, each) if len(runs) > 1 and not style["dashed"] else ()
+        for run, losses in seeds:
+            one = {"label": f"{label}, seed {run.config.seed}", "faint": True, "loss": losses}
+            curves.append(style | one)
+        curves.append(style | {"label": label, "faint": False, "loss": mean})
+    return {"switch": _spent(tst[0].config, tst[0].switch), "curves": curves}
+
+
 def _draw_difference(axes, baseline, tst, switch) -> None:
     # An evaluation at the switch exists in one arm only.
     losses = lambda run: {line["step"]: line["eval_loss"] for line in run.evals}
@@ -229,7 +246,15 @@ def write(workdir, summary: dict, baselines: dict, tst) -> None:
     findings = _findings(summary)
     (workdir / "report.md").write_text(_markdown(summary, findings, changed, settings))
     picture = base64.b64encode((workdir / "loss.png").read_bytes()).decode()
-    (workdir / "report.html").write_text(_page(summary, findings, changed, settings, picture))
+    lists = {
+        "": findings,
+        "Where the two arms differ": changed,
+        "Environment": _environment(),
+    }
+    text = report_page.page(
+        verdict(summary), _chart(baselines, tst), picture, _rows(summary), lists, settings
+    )
+    (workdir / "report.html").write_text(text)
 
 
 def _markdown(summary, findings, changed, settings) -> str:
@@ -250,41 +275,3 @@ def _markdown(summary, findings, changed, settings) -> str:
             "## Environment\n\n" + listing(_environment()) + "\n",
         ]
     )
-
-
-def _page(summary, findings, changed, settings, picture) -> str:
-    """One file that needs nothing else; everything shown is escaped."""
-    esc = lambda value: html.escape(str(value))
-    listing = lambda lines: "<ul>" + "".join(f"<li>{esc(x)}</li>" for x in lines) + "</ul>"
-    rows = _rows(summary)
-    cells = lambda row, tag: "".join(f"<{tag}>{esc(cell)}</{tag}>" for cell in row)
-    table = f"<tr>{cells(rows[0], 'th')}</tr>" + "".join(
-        f"<tr>{cells(row, 'td')}</tr>" for row in rows[1:]
-    )
-    pairs = "".join(
-        f"<tr><td>{esc(name)}</td><td>{esc(value)}</td></tr>" for name, value in settings.items()
-    )
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Baseline and TST at equal FLOPs</title>
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; color: #1f2933; max-width: 62rem;
-       margin: 2rem auto; padding: 0 1rem; }}
-img {{ max-width: 100%; }}
-table {{ border-collapse: collapse; margin: 1rem 0; }}
-th, td {{ padding: .3rem .9rem; border-bottom: 1px solid #d8dee4; text-align: right; }}
-th:first-child, td:first-child {{ text-align: left; }}
-.verdict {{ font-size: 1.2rem; font-weight: 600; }}
-</style></head><body>
-<h1>Baseline and Token Superposition Training at equal FLOPs</h1>
-<p class="verdict">{esc(verdict(summary))}</p>
-<img alt="held-out next-token loss of both arms, and their difference"
-     src="data:image/png;base64,{picture}">
-<table>{table}</table>
-{listing(findings)}
-<h2>Where the two arms differ</h2>{listing(changed)}
-<h2>Environment</h2>{listing(_environment())}
-<details><summary>Settings of the TST arm</summary><table>{pairs}</table></details>
-</body></html>
-"""
