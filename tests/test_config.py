@@ -245,7 +245,7 @@ def test_an_attribute_that_is_no_setting_is_named(config):
     assert config_lib.problems(config) == [
         "optimiser is no setting (it was set to 'adam'); did you mean optimizer?",
         "bag_size is no setting (it was set to 4); did you mean tst.bag_size?",
-        "model.frobnicate is no setting (it was set to [1]); see tst_jax/config.py",
+        "model.frobnicate is no setting (it was set to [1]); tst_jax.settings lists all",
         "tst.ration is no setting (it was set to 0.3); did you mean tst.ratio?",
     ]
 

@@ -159,7 +159,7 @@ def test_errors_have_one_line(reported, tmp_path, capsys):
     }.items():
         assert data_report.main(arguments) == 2
         error = capsys.readouterr().err
-        assert error.startswith("data_report: ") and wanted in error and error.count("\n") == 1
+        assert error.startswith("error: ") and wanted in error and error.count("\n") == 1
     with pytest.raises(SystemExit, match="2"):
         data_report.main(["--store=x", "--pairs=many"])
     assert capsys.readouterr().err.count("\n") == 1

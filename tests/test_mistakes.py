@@ -172,11 +172,9 @@ def test_a_mistake_is_refused_in_one_line(answers, name):
 def check(name, status, stdout, stderr):
     mistake, lines = TABLE[name], stderr.splitlines()
     assert status == 2, stdout + stderr
-    # The commands that other programs import parse with argparse, and say their name.
-    start = {"prepare": "prepare: ", "data_report": "data_report: "}.get(mistake.module, "error: ")
     assert len(lines) == len(mistake.lines), stderr
     for line, words in zip(lines, mistake.lines):
-        assert line.startswith(start) and len(line) < 400, line
+        assert line.startswith("error: ") and len(line) < 400, line
         assert all(word in line for word in words), line
     assert "Traceback" not in stdout
 

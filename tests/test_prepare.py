@@ -296,7 +296,7 @@ def test_wrong_commands_are_refused_in_one_line(tmp_path, monkeypatch, capsys, a
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     status, _, err = run(capsys, *arguments)
     assert status == 2
-    assert words in err and err.startswith("prepare: ")
+    assert words in err and err.startswith("error: ")
     assert err.count("\n") == 1 and err.endswith("\n")
     assert sorted(os.listdir()) == ["bad.json", "latin.txt", "ok.txt"]  # and nothing else
 

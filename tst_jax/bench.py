@@ -9,9 +9,9 @@
 round, so that a busy machine disturbs all of them alike. All hold the same number of positions.
 Needs no data: token ids are drawn at random.
 
-`kernels` does the same with the loss (value and both gradients) and the bag mean (value and
-gradient) beside what a user would write instead, at each combination of --bag_sizes, --n, --d and
---v. It needs jax, numpy and this package, nothing else.
+`kernels` runs the loss (value and both gradients) and the bag mean (value and gradient) in turn
+with what a user would write instead, at each combination of --bag_sizes, --n, --d and --v. It needs
+jax, numpy and this package, nothing else.
 
 `data` measures how many tokens a second come out of a store, of yours or of one that is made for
 it, beside plain slices of its memory map. `taskset -c 0` in front measures one core.
@@ -128,35 +128,58 @@ def _numbers(text: str) -> list[int]:
     return numbers
 
 
-def main(argv=None) -> int:
+def _about(name: str) -> str:
+    """What the docstring above says of a command: its paragraph and its example."""
+    paragraph = next(text for text in __doc__.split("\n\n") if text.startswith(f"`{name}`"))
+    example = next(line for line in __doc__.splitlines() if f"bench {name} " in line)
+    return f"{paragraph.strip()}\n\n{example}"
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tst_jax.bench",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="what", required=True)
-    step = commands.add_parser("step", help="training steps of several bag sizes")
-    step.add_argument("--config", required=True, help="Python file with get_config()")
-    step.add_argument("--bag_sizes", type=_numbers, default="1,2,4,8,16", help="besides 1")
-    step.add_argument("--rounds", type=int, default=30)
-    step.set_defaults(run=_step)
-    kernels = commands.add_parser("kernels", help="loss and bag mean beside the alternatives")
-    bench_kernels.add_arguments(kernels, _numbers)
-    kernels.set_defaults(run=_kernels)
-    data = commands.add_parser("data", help="rows out of a store beside plain slices")
-    data.add_argument("--store", help="folder that tst_jax.prepare made; default: one is made")
-    data.add_argument("--rounds", type=int, default=5)
-    data.add_argument("--seconds", type=float, default=0.5, help="of each case in each round")
-    data.set_defaults(run=_data)
-    saves = commands.add_parser("checkpoints", help="steps with a save beside steps without")
-    saves.add_argument("--config", required=True, help="Python file with get_config()")
-    saves.add_argument("--every", type=int, default=50, help="steps for each save")
-    saves.add_argument("--dir", help="where to write; default: the system's temporary folder")
-    saves.add_argument("--rounds", type=int, default=10)
-    saves.set_defaults(run=_checkpoints)
-    for command in (step, kernels, data, saves):
-        command.add_argument("--json", help="file for the results")
-    options = parser.parse_args(argv)
+
+    def command(name, what, run, rounds):
+        made = commands.add_parser(
+            name, help=what, description=_about(name), formatter_class=parser.formatter_class
+        )
+        made.set_defaults(run=run)
+        if name in ("step", "checkpoints"):
+            made.add_argument(
+                "--config", required=True, metavar="FILE.py", help="Python file with get_config()"
+            )
+        made.add_argument("--json", metavar="FILE", help="for the results")
+        made.add_argument(
+            "--rounds", type=int, default=rounds, metavar="N", help=f"default {rounds}"
+        )
+        return made.add_argument
+
+    add = command("step", "training steps of several bag sizes", _step, 30)
+    sizes = "1,2,4,8,16"
+    add("--bag_sizes", type=_numbers, default=sizes, metavar="S,S", help=f"default {sizes}")
+    add = command("kernels", "loss and bag mean beside the alternatives", _kernels, 7)
+    bench_kernels.add_arguments(add, _numbers)
+    add = command("data", "rows out of a store beside plain slices", _data, 5)
+    add("--store", metavar="DIR", help="that tst_jax.prepare made; default: one is made")
+    add(
+        "--seconds",
+        type=float,
+        default=0.5,
+        metavar="X",
+        help="of each case in each round, default 0.5",
+    )
+    add = command("checkpoints", "steps with a save beside steps without", _checkpoints, 10)
+    add("--every", type=int, default=50, metavar="N", help="steps for each save, default 50")
+    add("--dir", help="where to write; default: the system's temporary folder")
+    return parser
+
+
+def main(argv=None) -> int:
+    options = _parser().parse_args(argv)
     try:
         if options.rounds < 1:
             raise UserError("--rounds starts at 1")

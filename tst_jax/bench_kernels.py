@@ -33,19 +33,27 @@ class Size:
         return 2 * self.n * self.d * self.v
 
 
-def add_arguments(parser, numbers):
+def add_arguments(add, numbers):
     """The options of `bench kernels`; `numbers` parses a list with commas."""
     on_cpu = jax.default_backend() == "cpu"
-    add = parser.add_argument
-    add("--bag_sizes", type=numbers, default="1,8,16" if on_cpu else "1,4,16")
-    add("--n", type=numbers, default="2048" if on_cpu else "16384", help="positions")
-    add("--d", type=numbers, default="256" if on_cpu else "576,2048", help="width")
-    add("--v", type=numbers, default="32768" if on_cpu else "128256", help="vocabulary")
+
+    def lists(name, default, what):
+        add(name, type=numbers, default=default, metavar="N,N", help=f"{what}, default {default}")
+
+    lists("--bag_sizes", "1,8,16" if on_cpu else "1,4,16", "s")
+    lists("--n", "2048" if on_cpu else "16384", "positions")
+    lists("--d", "256" if on_cpu else "576,2048", "width")
+    lists("--v", "32768" if on_cpu else "128256", "vocabulary")
+    lists("--chunks", "1024", "positions of a chunk of the loss; `ours` is the first")
     add("--dtype", choices=DTYPES, default="float32" if on_cpu else "bfloat16", help="of hidden")
-    add("--chunks", type=numbers, default="1024", help="loss chunks; `ours` is the first")
-    add("--rounds", type=int, default=7)
     add("--check", action="store_true", help="first compare with float64 (256 positions)")
-    add("--limit_s", type=float, default=float("inf"), help="start no size after so many seconds")
+    add(
+        "--limit_s",
+        type=float,
+        default=float("inf"),
+        metavar="X",
+        help="seconds after which no further size begins",
+    )
 
 
 def sizes(options) -> list[Size]:

@@ -88,17 +88,23 @@ def run(main, doc: str) -> None:
 
 
 def _help(doc: str) -> str:
-    lines = [doc.strip(), ""]
+    """The module's docstring and its flags, in the order in which they are defined."""
+    rows = []
     if "config" in flags.FLAGS:
-        lines += [
-            "  --config=FILE.py  Python file with get_config(); it is run.",
-            "  --config.NAME=VALUE  Overrides a setting; tst_jax/config.py lists them.",
+        rows = [
+            ("--config=FILE.py", "Python file with get_config(); it is run."),
+            (
+                "--config.NAME=VALUE",
+                "Overrides a setting; `python -m tst_jax.settings` lists them.",
+            ),
         ]
     for flag in flags.FLAGS.get_flags_for_module(sys.argv[0]):
         if flag.name != "config":
-            default = "" if flag.default is None else f" Default: {flag.default}."
-            lines.append(f"  --{flag.name}  {flag.help}{default}")
-    return "\n".join(lines)
+            kind = {"int": "=N", "float": "=X", "bool": ""}.get(flag.flag_type(), "=TEXT")
+            default = f" Default: {flag.default}." if flag.default else ""
+            rows.append((f"--{flag.name}{kind}", f"{flag.help}{default}"))
+    width = max(len(option) for option, _ in rows)
+    return "\n".join([doc.strip(), "", *(f"  {o:{width}}  {text}" for o, text in rows)])
 
 
 # ---- arguments
@@ -192,7 +198,7 @@ def _problem(name: str, value: str) -> str | None:
         if inside:
             example = f"--config.{inside[0]}=VALUE"
             return f"--{name} is a group of settings; give one of them, e.g. {example}"
-        hint = checks.did_you_mean(setting, settings, "; see tst_jax/config.py", "--config.")
+        hint = checks.did_you_mean(setting, settings, "; tst_jax.settings lists all", "--config.")
         return f"unknown setting --{name}{hint}"
     if kind is None:
         known = [flag.name for flag in flags.FLAGS.get_flags_for_module(sys.argv[0])]

@@ -111,7 +111,7 @@ def _sound(part, wanted, path: str, found: list[str], replaced: set[str]):
     for name, value in vars(part).items():
         if name not in names:
             hint = checks.did_you_mean(name, names, before=path) or checks.did_you_mean(
-                name, flatten(Config()), "; see tst_jax/config.py"
+                name, flatten(Config()), "; tst_jax.settings lists all"
             )
             found.append(f"{path}{name} is no setting (it was set to {checks.show(value)}){hint}")
     values = {}

@@ -251,7 +251,7 @@ def run(store: str, out: str | None, pairs: int, bag_size: int | None) -> None:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str):
-        self.exit(2, f"data_report: {message} (see --help)\n")
+        self.exit(2, f"error: {message} (see --help)\n")
 
 
 def _parser() -> _Parser:
@@ -275,10 +275,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run(**vars(_parser().parse_args(argv)))
     except (UserError, OSError) as error:
-        print(f"data_report: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("data_report: interrupted; nothing was written", file=sys.stderr)
+        print("interrupted; nothing was written", file=sys.stderr)
         return 130
     return 0
 

@@ -257,7 +257,8 @@ if __name__ == "__main__":
     from tst_jax import cli
 
     WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run that tst_jax.train made.")
-    STORE = flags.DEFINE_string("store", None, "Store with the tokenizer, if it was moved.")
+    HELDOUT = flags.DEFINE_list("heldout", [], "Stores whose held-out loss is wanted.")
+    TOKENS = flags.DEFINE_integer("heldout_tokens", 0, "About so many of each; 0: all.")
     TASKS = flags.DEFINE_list("tasks", [], "Names of tasks, groups or tags of lm_eval.")
     INCLUDE = flags.DEFINE_string(
         "include_path", None, "Folder of task files; functions that they name are run."
@@ -265,9 +266,8 @@ if __name__ == "__main__":
     LIMIT = flags.DEFINE_integer("limit", 0, "At most so many documents of a task; 0: all.")
     FEWSHOT = flags.DEFINE_integer("num_fewshot", 0, "Examples in front of each question.")
     POSITIONS = flags.DEFINE_integer("batch_positions", 16384, "In a batch of requests, about.")
+    STORE = flags.DEFINE_string("store", None, "Store with the tokenizer, if it was moved.")
     JSON = flags.DEFINE_string("json", None, "File for the figures.")
-    HELDOUT = flags.DEFINE_list("heldout", [], "Stores whose held-out loss is wanted.")
-    TOKENS = flags.DEFINE_integer("heldout_tokens", 0, "About so many of each; 0: all.")
 
     def problems():
         """One line for each option that cannot be."""

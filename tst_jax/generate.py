@@ -1,6 +1,8 @@
 """Samples text from a run's last checkpoint.
 
-python -m tst_jax.generate --workdir=runs/quickstart/runs/tst-seed0 --prompt='def '
+    python -m tst_jax.generate --workdir=runs/quickstart/runs/tst-seed0 --prompt='def '
+
+One position a step, with a cache of keys and values. The same seed draws the same text.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Makes a token store from a corpus: read, encode, shuffle, split, write.
+r"""Makes a token store from a corpus: read, encode, shuffle, split, write.
 
     python -m tst_jax.prepare --source=stdlib --out=DIR
     python -m tst_jax.prepare --source=packages --out=DIR
@@ -251,7 +251,7 @@ def _work_folder(out: Path, request) -> Iterator[Path]:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str):
-        self.exit(2, f"prepare: {message} (see --help)\n")
+        self.exit(2, f"error: {message} (see --help)\n")
 
 
 def _parser() -> _Parser:
@@ -263,7 +263,7 @@ def _parser() -> _Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--source", required=True, choices=tuple(SOURCES))
+    add("--source", required=True, choices=tuple(SOURCES), help="where the text comes from")
     add("--out", required=True, metavar="DIR", help="folder of the store, on a local disk")
     add("--files", metavar="GLOB", help="of the corpus: a path, gs://..., s3://...; quote it")
     add("--field", help="of each record that holds its text; default text")
@@ -295,10 +295,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         prepare_store(given.pop("out"), **{k: v for k, v in given.items() if v is not None})
     except (UserError, OSError) as error:
-        print(f"prepare: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("prepare: interrupted; the same command goes on", file=sys.stderr)
+        print("interrupted; the same command goes on", file=sys.stderr)
         return 130
     return 0
 

@@ -4,7 +4,7 @@
     python -m tst_jax.train --config=configs/quickstart.py --workdir=runs/b --config.tst.ratio=0
 
 The same command resumes an interrupted run, to the same bits. --config.NAME=VALUE overrides a
-setting; tst_jax/config.py lists them. A run that goes on refuses other settings, unless
+setting (`python -m tst_jax.settings` lists them). A run that goes on refuses other settings, unless
 --allow_changes=NAME,NAME names them. Several processes train one run with --distributed; the
 scripts in launch/ start them.
 """
