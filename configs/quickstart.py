@@ -7,7 +7,8 @@ or by hand:
     python -m tst_jax.prepare --source=stdlib --out=runs/quickstart/store
     python -m tst_jax.train --config=configs/quickstart.py --workdir=runs/quickstart/tst-alone
 
-The learning rate is the baseline's best, so that TST is compared with a baseline at its strongest.
+The learning rate is the baseline's best (4.345 held out at 4e-3, 4.361 at 2e-3, 4.376 at 8e-3), so
+that TST is compared with a baseline at its strongest.
 configs/quickstart.py:NAME is one of the ablations of tst_jax/ablations.py.
 """
 
@@ -20,14 +21,15 @@ from tst_jax.schedule import ScheduleConfig, TSTConfig
 
 def get_config(arm: str = "tst") -> Config:
     tst = Config(
-        steps=1500,
+        steps=4000,
+        # 16 entries of padding: rows of logits that lie a power of two bytes apart are slow.
         model=ModelConfig(
-            vocab_size=8192, width=64, layers=2, heads=4, kv_heads=4, head_dim=16, ff=160
+            vocab_size=8208, width=64, layers=2, heads=4, kv_heads=4, head_dim=16, ff=160
         ),
         tst=TSTConfig(bag_size=4, ratio=0.3),
-        data=DataConfig(store="runs/quickstart/store", rows=16, positions=64),
+        data=DataConfig(store="runs/quickstart/store", rows=8, positions=64),
         optimizer=OptimizerConfig(name="adamw", weight_decay=0.1, clip=1.0),
         schedule=ScheduleConfig(peak_lr=4e-3, warmup_fraction=0.05, decay_fraction=0.3),
-        eval=EvalConfig(every=125),
+        eval=EvalConfig(every=250),
     )
     return ablated(tst, arm)

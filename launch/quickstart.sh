@@ -13,9 +13,9 @@ use_cpu_unless_accelerated
 keep_freed_memory
 cd "$root"
 cat <<'TEXT'
-Baseline against TST: 1.1M parameters, Python's standard library as text, equal FLOPs. At this size the
-difference is about as large as the noise of the seeds; the published factors (up to 2.5 times less
-compute) are for models a thousand times larger.
+Baseline against TST: 1.1M parameters, Python's standard library as text, equal FLOPs. One seed says
+little: the difference of two runs is two or three times their noise at this size. The published factors
+(up to 2.5 times less compute) are for models a thousand times larger.
 TEXT
 workdir="${WORKDIR:-runs/quickstart}"
 # Each arm compiles once, however many seeds it runs and however often it is resumed.
