@@ -148,7 +148,7 @@ TABLE = {
     # ---- the command line
     "mistyped setting": _set("tst.ration=0.2", "--config.tst.ration", "mean --config.tst.ratio?"),
     "setting without its group": _set("bag_size=4", "mean --config.tst.bag_size?"),
-    "setting that is like none": _set("zzz=4", "--config.zzz", "tst_jax/config.py"),
+    "setting that is like none": _set("zzz=4", "--config.zzz", "tst_jax.settings lists all"),
     "mistyped option": _train("--workdri=a", "unknown option --workdri", "mean --workdir?"),
     "setting as an option": _train("--steps=9", "unknown option --steps", "mean --config.steps?"),
     "no dashes": _train("steps=3", "unexpected argument 'steps=3'", "--name=value"),

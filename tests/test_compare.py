@@ -1,6 +1,7 @@
 """The comparison: matched arms, an honest summary, and a report that is the same whoever wins."""
 
 import copy
+import html
 import json
 import math
 import re
@@ -54,7 +55,7 @@ def test_one_comparison_from_runs_to_report(config, tmp_path, capsys):
     assert summary["tst"]["final_eval_loss"] == [json.loads(last[-1])["eval_loss"]]
 
     page = (tmp_path / "report.html").read_text()
-    assert "data:image/png;base64," in page and report.html.escape(report.verdict(summary)) in page
+    assert "data:image/png;base64," in page and html.escape(report.verdict(summary)) in page
     assert not re.search(r"(src|href)=\"?(https?:)?//", page)
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert report.verdict(summary) in (tmp_path / "report.md").read_text()

@@ -377,3 +377,11 @@ def test_switch_holds_one_state(make_config, store, tmp_path, monkeypatch):
     monkeypatch.setattr(Checkpoints, "restore", watched)
     train(config, tmp_path / "run")
     assert alive == [0]
+
+
+def test_the_first_step_has_a_line_however_fast_it_comes(config, tmp_path, capsys):
+    """It says that training goes on, and how fast; the next lines come every ten seconds."""
+    train(config, tmp_path / "run")
+    shown = [line for line in capsys.readouterr().out.splitlines() if "/20, " in line]
+    assert "step 1/20, superposition s=3, loss " in shown[0]
+    assert "step 20/20, recovery s=1, loss " in shown[-1] and len(shown) == 2

@@ -136,7 +136,7 @@ class Progress:
     Args:
       title: of the run, in front.
       start, stop: steps done so far, and to be done.
-      seconds: at least between plain lines.
+      seconds: at least between plain lines, of which the first step has one.
       silent: says nothing; for all processes of a run but the first.
     """
 
@@ -162,8 +162,9 @@ class Progress:
         if self._silent:
             return
         now = time.monotonic()
+        begins = self._first is None
         self._first = self._first or (now, step)
-        if now - self._last < self._seconds and step != self._stop:
+        if now - self._last < self._seconds and step != self._stop and not begins:
             return
         self._last = now
         line = f"{self._title}: step {step}/{self._stop}, {phase}, {text}"
