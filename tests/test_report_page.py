@@ -39,9 +39,12 @@ class Node {
   setPointerCapture() {}
 }
 const ids = {chart: new Node("svg"), unit: new Node("select"), said: new Node("p"), data: {}};
-globalThis.document = {
+const document = {
   getElementById: (id) => ids[id], createElementNS: (_, name) => new Node(name),
 };
+// Names that a script cannot take for itself.
+for (const [name, value] of Object.entries({document, top: {}, window: {}, location: {}}))
+  Object.defineProperty(globalThis, name, {value});
 ids.data.textContent = process.argv[2];
 require("vm").runInThisContext(require("fs").readFileSync(process.argv[3], "utf8"));
 const seen = [];

@@ -1,5 +1,6 @@
 // The loss curves of report.html: drag to zoom, double-click to go back, point to read.
 // {switch: {unit: x}, curves: [{label, color, dashed, faint, x: {unit: [x]}, loss: [nats]}]}
+(() => {
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const svg = document.getElementById("chart"), unitBox = document.getElementById("unit");
 const W = 920, H = 420, left = 62, right = 14, top = 14, bottom = 44;
@@ -111,3 +112,4 @@ svg.addEventListener("pointerup", (event) => {
 svg.addEventListener("dblclick", () => { view = null; draw(); });
 unitBox.addEventListener("change", () => { view = null; draw(); });
 draw();
+})();

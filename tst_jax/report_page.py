@@ -11,6 +11,7 @@ _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1f2933; max-width: 62rem;
        margin: 2rem auto; padding: 0 1rem; }
 img, svg { max-width: 100%; }
+svg { overflow: visible; }
 svg { touch-action: none; user-select: none; cursor: crosshair; font-size: 12px; }
 svg text { fill: #1f2933; }
 .grid { stroke: #e4e9ee; }
