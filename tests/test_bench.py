@@ -4,18 +4,22 @@ import json
 import math
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tst_jax import bench, bench_checkpoints, bench_data, bench_kernels
+from tst_jax import bench, bench_checkpoints, bench_data, bench_kernels, flops
 from tst_jax.errors import UserError
+from tst_jax.models.transformer import Transformer
 
 SIZE = bench_kernels.Size(3, n=32, d=16, v=100, dtype="float32")
 
 
-def test_bench_step(config):
-    results = bench.bench_step(config, [3], rounds=2)
+def test_bench_step(config, monkeypatch):
+    monkeypatch.setitem(flops.DEVICE_KINDS, "cpu", "h200")
+    config.tst.superposition_steps, config.data.rows_from = 7, "3:8"  # of a run, not of a step
+    results, peaks = bench.bench_step(config, [3], rounds=2)
     assert [line["bag_size"] for line in results] == [1, 3]
     base, bags = results
     assert base["ratio_to_baseline"] == 1.0 and bags["ratio_to_baseline"] > 0
@@ -24,6 +28,66 @@ def test_bench_step(config):
         tokens = line["tokens_per_second"] * line["step_seconds_median"]
         assert round(tokens) == 32 * line["bag_size"]
         assert line["temp_bytes"] > 0 and line["compile_seconds"] > 0
+        work = flops.step_flops(config.model, rows=4, positions=8, causal=False)
+        assert line["mfu"] * line["step_seconds_median"] * 989e12 == pytest.approx(work)
+        # Parameters and two moments are held, and written where they were.
+        shapes = jax.eval_shape(lambda: Transformer(config.model, jax.random.key(0)))
+        state = 12 * sum(leaf.size for leaf in jax.tree.leaves(shapes))
+        assert state < peaks[line["bag_size"]] - line["temp_bytes"] < 1.2 * state
+
+
+def test_bench_step_as_a_command(tmp_path, capsys):
+    config, file = tmp_path / "config.py", tmp_path / "step.json"
+    config.write_text("from tst_jax.config import Config\nget_config = Config\n")
+    small = [f"--config={config}", "--bag_sizes=1,2", "--rounds=1", f"--json={file}"]
+    settings = [
+        "--config.model.vocab_size=61",
+        "--config.data.rows=2",
+        "--config.data.shuffle=false",
+    ]
+    assert bench.main(["step", *small, *settings]) == 0
+    names = "bag_size step_seconds_median ratio_to_baseline positions_per_second tokens_per_second"
+    names = [*names.split(), "temp_bytes", "compile_seconds", "mfu"]
+    assert [list(line) for line in json.loads(file.read_text())] == [names, names]
+    assert all(line["mfu"] is None for line in json.loads(file.read_text()))  # of a CPU
+    printed = capsys.readouterr().out
+    assert printed.count("positions/s") == 2 and "MFU" not in printed
+    for wrong, words in {
+        "--config.data.row=2": "unknown setting --config.data.row;",
+        "--config.data=2": "unknown setting --config.data;",
+        "--config.steps.more=2": "unknown setting --config.steps.more;",
+        "--config.data.rows=two": "--config.data.rows is 'two'; give a int",
+        "--config.data.shuffle=no": "--config.data.shuffle is 'no'; give a bool",
+        "--config.data.rows=0": "data.rows is 0; it must be at least 1",
+    }.items():
+        assert bench.main(["step", *small, wrong]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {words}") and error.count("\n") == 1
+    for wrong in (["step", *small, "--round=3"], ["data", "--config.steps=2"]):
+        with pytest.raises(SystemExit):
+            bench.main(wrong)
+    capsys.readouterr()
+
+
+def test_bench_all(tmp_path, capsys, monkeypatch, store):
+    """With what each would find in its place; those that lack a package are left out."""
+    config, file = tmp_path / "config.py", tmp_path / "all.json"
+    config.write_text("from tst_jax.config import Config\nget_config = Config\n")
+
+    def missing(options):
+        raise ModuleNotFoundError(name="grain")
+
+    monkeypatch.setattr(bench, "_kernels", lambda options: [options.rounds])
+    monkeypatch.setattr(bench, "_data", missing)
+    monkeypatch.setattr(bench, "_checkpoints", lambda options: [options.settings])
+    small = ["--rounds=3", "--config.data.rows=2", "--config.model.vocab_size=61"]
+    assert bench.main(["all", f"--config={config}", *small, f"--json={file}"]) == 0
+    found = json.loads(file.read_text())
+    assert list(found) == ["step", "kernels", "data", "checkpoints"]
+    assert [line["bag_size"] for line in found["step"]] == [1, 2, 4, 8, 16]
+    assert found["kernels"] == [3] and found["data"] is None
+    assert found["checkpoints"] == [[["data.rows", "2"], ["model.vocab_size", "61"]]]
+    assert "left out: grain is not installed" in capsys.readouterr().out
 
 
 def test_bench_kernels_writes_one_object_a_case_and_size(tmp_path, capsys):

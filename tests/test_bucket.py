@@ -12,22 +12,29 @@ import pytest
 from etils import epath
 from fsspec.implementations.memory import MemoryFileSystem
 
-from tst_jax import metrics
+from tst_jax import metrics, profiling
 from tst_jax import workdir as workdir_lib
 from tst_jax.checkpoint import Checkpoints
 from tst_jax.config import ConfigError
 from tst_jax.train import train
 
 
-def test_a_workdir_in_a_bucket(make_config, store, monkeypatch):
-    """gs:// through a file system in memory, except for the arrays, which tensorstore writes."""
+@pytest.fixture
+def bucket():
+    """gs://bucket in memory."""
 
     class Bucket(MemoryFileSystem):
         protocol = ("gcs", "gs")
 
     fsspec.register_implementation("gcs", Bucket, clobber=True)
+    return epath.Path("gs://bucket")
+
+
+def test_a_workdir_in_a_bucket(bucket, make_config, store, monkeypatch):
+    """gs:// through a file system in memory, except for the arrays, which tensorstore writes."""
+
     monkeypatch.setattr(metrics.tensorboardX, "SummaryWriter", lambda *_, **__: mock.Mock())
-    workdir, config = epath.Path("gs://bucket/run"), make_config(store)
+    workdir, config = bucket / "run", make_config(store)
     with workdir_lib.claimed(workdir, print) as check_lock:
         workdir_lib.write_config(workdir, config)
         check_lock()
@@ -38,7 +45,7 @@ def test_a_workdir_in_a_bucket(make_config, store, monkeypatch):
     with pytest.raises(ConfigError, match="seed: 0 -> 1"):
         other = dataclasses.replace(config, seed=1)
         workdir_lib.check_changes(old, other, frozenset(), 0, workdir)
-    (epath.Path("gs://bucket/other") / "file").write_text("not ours")
+    (bucket / "other" / "file").write_text("not ours")
     with pytest.raises(ConfigError, match="not empty"):
         workdir_lib.check_place(workdir.parent / "other")
     for number in range(2):  # two processes, one after the other
@@ -71,3 +78,13 @@ def test_a_bucket_without_its_package_is_refused(config):
         pytest.skip("s3fs is installed")
     with pytest.raises(ConfigError, match="^s3://bucket/run cannot be reached: .*(i|I)nstall s3fs"):
         train(config, "s3://bucket/run")
+
+
+def test_a_trace_is_copied_into_a_bucket(bucket):
+    """XLA writes to disks only."""
+    log = mock.Mock()
+    trace = profiling.Trace("0:1", bucket / "traced", silent=False)
+    trace.at(0, log)
+    trace.at(1, log)
+    assert len(list((bucket / "traced").glob("profile/plugins/profile/*/*.xplane.pb"))) == 1
+    assert log.flush.call_count == log.restart_clock.call_count == 2

@@ -7,7 +7,7 @@ Each part of `Config` is defined beside the code that it configures. A run is a 
 import dataclasses
 import re
 
-from tst_jax import checks, schedule
+from tst_jax import checks, profiling, schedule
 from tst_jax.data.settings import DataConfig
 from tst_jax.errors import UserError
 from tst_jax.guard import NumbersConfig
@@ -53,6 +53,7 @@ class Config:
     micro_batches: int = 1  # parts of a step's rows, one after the other: less memory, same numbers
     loss_chunk: int = 1024  # positions whose logits exist at a time, on each device
     debug_nans: bool = False  # look for the first step that is not finite; writes nothing
+    profile: str = ""  # "START:STOP": a trace of the steps after START up to STOP; "": none
     kernels: str = "auto"  # of bag mean and loss: auto, xla, pallas, interpret (kernels/README.md)
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     tst: TSTConfig = dataclasses.field(default_factory=TSTConfig)
@@ -74,7 +75,7 @@ class Config:
 LARGEST = 2**31 - 1  # of an integer setting: steps, rows and sizes are int32 on the devices
 
 HARMLESS = (
-    *("stop_after", "log_every", "micro_batches", "kernels", "debug_nans"),
+    *("stop_after", "log_every", "micro_batches", "kernels", "debug_nans", "profile"),
     *("model.attention_backend", "model.remat"),
     *("data.store", "data.verify", "data.prefetch", "data.max_epochs"),
     *("mesh", "hosts", "eval", "checkpoint", "numbers"),
@@ -184,6 +185,7 @@ def _beside_others(config: Config, replaced: set[str]) -> list[str]:
     found, steps, data, tst = [], config.steps, config.data, config.tst
     if steps >= 1:
         found += config.schedule.problems(steps)
+        found += profiling.problems(config.profile, steps)
         if config.stop_after != -1 and not 1 <= config.stop_after <= steps:
             found.append(
                 f"stop_after is {config.stop_after}; give a step of 1 .. {steps} (steps), or -1"

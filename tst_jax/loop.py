@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from tst_jax import __version__, programs, sharding
+from tst_jax import __version__, hosts, profiling, programs, sharding
 from tst_jax import workdir as workdir_lib
 from tst_jax.config import Config
 from tst_jax.data import pipeline
@@ -95,7 +95,8 @@ class Loop:
         record = self._checkpoints.record(step) if step else None
         log = Log(run, step, record, self._events, self._progress)
         self._held_out = held_out(run)
-        with contextlib.closing(log):
+        self._trace = profiling.Trace(config.profile, run.workdir, silent=not hosts.is_first())
+        with contextlib.closing(self._trace), contextlib.closing(log):
             if evaluate:
                 state = self._restore()
                 log.stage = next(stage for stage in stages if stage.start < step <= stage.stop)
@@ -135,9 +136,11 @@ class Loop:
             while self.step < end:
                 self._check_lock()
                 self._checkpoints.check()
+                self._trace.at(self.step, log)
                 with log.waits_for_data():
                     batch = next(batches)
-                state, step_metrics = compiled.steps[index](state, *batch)
+                with jax.profiler.StepTraceAnnotation("step", step_num=self.step + 1):
+                    state, step_metrics = compiled.steps[index](state, *batch)
                 self.step += 1
                 log.push(self.step, step_metrics)  # reads the metrics of the step before
                 stop, evaluated = self._preemption.reached(), True
