@@ -26,6 +26,7 @@ SHORTER = {
     "--seeds=3 ": "--seeds=1 ",
     "arm=baseline,tst,input_only,output_only,reinit;seed=0,1,2'": "arm=reinit;seed=0'",
     "seed=0,1,2'": "seed=0,1,2' --list",
+    "--config.stop_after=60 --config.profile=50:60": "--config.stop_after=9 --config.profile=5:9",
     "gs://BUCKET/dclm/**/*.jsonl.zst": "dclm/**/*.jsonl",
 }
 # Commands that other tests run, most of them with fakes in place of hardware or with less work.
