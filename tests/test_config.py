@@ -313,7 +313,7 @@ def test_flatten_names_each_field_once(config):
 def test_differences_leave_out_what_trains_the_same_parameters(config):
     harmless = {"stop_after", "log_every", "kernels", "model.attention_backend"}
     harmless |= {"micro_batches", "model.remat", "hosts.heartbeat_seconds"}
-    harmless |= {"debug_nans", "numbers.nonfinite", "numbers.skips", "numbers.spike"}
+    harmless |= {"debug_nans", "profile", "numbers.nonfinite", "numbers.skips", "numbers.spike"}
     harmless |= {"checkpoint.keep_every"}
     harmless |= {"data.verify", "data.prefetch", "data.max_epochs"}
     harmless |= {"data.store", "mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.expert"}
