@@ -85,6 +85,33 @@ def test_loss_and_gradients_are_near_float64(choice, dtype, bag_size):
     assert bench.LIMITS["float32"] == (2e-6,) * 3 and bench.LIMITS["bfloat16"][2] == 2e-3
 
 
+@pytest.mark.parametrize("objective", ["mce", "mass"])
+def test_on_a_cpu_rows_do_not_lie_a_power_of_two_apart(objective):
+    """The same numbers; filled up on a CPU alone, where the size of a vocabulary asks for it."""
+    rng = np.random.default_rng(0)
+    hidden, head = (rng.normal(size=(n, 8)).astype("float32") for n in (20, 1024))
+    head -= 3 * hidden[0]  # far below 0, where an entry that does not exist would be the largest
+    targets = rng.integers(0, 1024, (20, 3)).astype("int32")
+
+    def loss(hidden, head, chunk=16):
+        options = dict(objective=objective, chunk=chunk, kernels=Kernels("xla"))
+        return superposition.bag_loss(hidden, head, targets, **options)[0]
+
+    def plainly(hidden, head):
+        each = -jax.nn.log_softmax(hidden @ head.T)[jnp.arange(20)[:, None], targets]
+        mass = -jax.nn.logsumexp(-each, axis=-1)
+        return (each.mean(-1) if objective == "mce" else mass).sum()
+
+    got = jax.jit(jax.value_and_grad(loss, (0, 1)))(hidden, head)
+    assert largest_difference(got, jax.value_and_grad(plainly, (0, 1))(hidden, head)) <= ROUNDING
+    for entries, platform, filled in ((1024, "cpu", 1), (1024, "tpu", 0), (1000, "cpu", 0)):
+        gradient = jax.jit(jax.grad(loss, (0, 1))).trace(hidden, head[:entries])
+        text = gradient.lower(lowering_platforms=(platform,)).as_text()
+        # Half of the 16 positions of a chunk, so that memory is what it was.
+        assert (f"8x{entries + 16}xf32" in text) == filled
+        assert (f"<16x{entries}xf32>" in text) != filled
+
+
 def test_gradients_take_three_matmuls():
     """Nothing is computed again for the backward pass, and a value alone takes one."""
     table, head, hidden, tokens, mask = problem(3)
