@@ -56,8 +56,8 @@ def test_bench_step_as_a_command(tmp_path, capsys):
         "--config.data.row=2": "unknown setting --config.data.row;",
         "--config.data=2": "unknown setting --config.data;",
         "--config.steps.more=2": "unknown setting --config.steps.more;",
-        "--config.data.rows=two": "--config.data.rows is 'two'; give a int",
-        "--config.data.shuffle=no": "--config.data.shuffle is 'no'; give a bool",
+        "--config.data.rows=two": "--config.data.rows is 'two'; give a whole number",
+        "--config.data.shuffle=no": "--config.data.shuffle is 'no'; give true or false",
         "--config.data.rows=0": "data.rows is 0; it must be at least 1",
     }.items():
         assert bench.main(["step", *small, wrong]) == 2

@@ -135,7 +135,8 @@ def _with(part, name: str, whole: str, text: str):
     try:
         value = {"true": True, "false": False}[text] if isinstance(old, bool) else type(old)(text)
     except (KeyError, ValueError):
-        raise UserError(f"--config.{whole} is {text!r}; give a {type(old).__name__}") from None
+        words = {bool: "true or false", int: "a whole number"}.get(type(old), "a number")
+        raise UserError(f"--config.{whole} is {text!r}; give {words}") from None
     return dataclasses.replace(part, **{head: value})
 
 
