@@ -63,7 +63,8 @@ def test_sizes_of_other_runtimes_are_settings(path, runtime):
     assert source.count('RUNTIME = "cpu"') == 1
     exec(source.replace('RUNTIME = "cpu"', f'RUNTIME = "{runtime}"'), {})
     known = {name for name, *_ in settings.settings()}
-    assert {name for name in re.findall(r"--config\.([\w.]+)=", source)} <= known
+    named = re.findall(r"--config\.([\w.]+)=", "\n".join(cells(path)))  # of all cells
+    assert set(named) <= known
 
 
 @pytest.fixture(scope="module")
