@@ -95,5 +95,6 @@ def test_no_path_here_multiplies_all_rows_with_all_matrices():
     least = 2 * rows * 64 * 96
     x, w, d_y = shape(rows, 64), shape(experts, 64, 96), shape(rows, 96)
     assert least < flops(lib.grouped_matmul, x, w) < 1.5 * least
-    assert least < flops(lib.grouped_weight_gradient, x, d_y) < 1.5 * least
+    wave = flops(lib.grouped_weight_gradient, x, d_y)  # a loop counts once
+    assert least < lib.WAVES * wave < 1.5 * least
     assert flops(jax.lax.ragged_dot, x, w) > 8 * least  # what this is there for

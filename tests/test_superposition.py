@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from tst_jax import superposition as st
+from tst_jax.kernels import scatter
 
 B, L, S, V, D = 2, 5, 3, 37, 8
 RTOL = 2e-6  # float32 rounding of sums this short, relative to the largest entry
@@ -203,10 +204,12 @@ def test_embed_bfloat16_sums_in_float32():
 
 def test_embed_holds_no_array_of_all_slots():
     """Rule 5: nothing as large as [B, L, S, D] in either pass, so memory does not grow with s."""
-    table, out = normal(4, 6, D), normal(5, B, L, D)
-    embed = lambda t: st.embed_bags(t, jnp.zeros((B, L, S), int), jnp.ones((B, L, S), bool)) * out
+    positions = width = scatter.BLOCK  # of the gradient on GPUs, which fills blocks
+    table, out = normal(4, 6, width), normal(5, B, positions, width)
+    bags = jnp.zeros((B, positions, S), int)
+    embed = lambda t: st.embed_bags(t, bags, jnp.ones(bags.shape, bool)) * out
     for function in (embed, jax.grad(lambda t: embed(t).sum())):
-        assert traced(function, table)[1] == B * L * D
+        assert traced(function, table)[1] == B * positions * width
 
 
 @pytest.mark.parametrize("bag", [1, 2, 6, 16])
@@ -360,8 +363,9 @@ def test_loss_value_is_the_same_with_and_without_gradient():
 
 
 @each_objective
-def test_loss_never_holds_all_logits(objective):
+def test_loss_never_holds_all_logits(objective, monkeypatch):
     """Rule 9: one chunk's logits are the largest array, and take one logsumexp whatever s."""
+    monkeypatch.setattr(scatter, "BLOCK", 8)  # of the gradient on GPUs, here larger than the batch
     chunk, counts = 12, []  # of 48 positions; chunk > D, so that the head is smaller
     for bag in (1, 16) if objective == "mce" else (1, 2):
         hidden, head, targets, mask = case(16, positions=24, bag=bag)

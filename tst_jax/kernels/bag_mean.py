@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from tst_jax.kernels import dispatch
 from tst_jax.kernels.bag_sum_tpu import bag_sum as bag_sum_tpu
 from tst_jax.kernels.dispatch import Kernels
+from tst_jax.kernels.scatter import scatter_slots
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -106,12 +107,6 @@ def sum_slots(rows, ids, arrays):
         return total
     add = lambda total, slot: (total + rows(*slot), None)
     return jax.lax.scan(add, total, (_slots_first(ids[..., 1:]), _slots_first(arrays[..., 1:])))[0]
-
-
-def scatter_slots(table_VxD, rows, ids, arrays):
-    """Adds `rows(arrays[..., i])` to the rows `ids[..., i]` of the table, slot after slot."""
-    add = lambda table, slot: (table.at[slot[0]].add(rows(slot[1])), None)
-    return jax.lax.scan(add, table_VxD, (_slots_first(ids), _slots_first(arrays)))[0]
 
 
 def _slots_first(x):

@@ -22,8 +22,9 @@ import jax
 import jax.numpy as jnp
 
 from tst_jax.kernels import dispatch, logsumexp_gpu, logsumexp_tpu
-from tst_jax.kernels.bag_mean import owned, reduce_table, scatter_slots, sum_slots
+from tst_jax.kernels.bag_mean import owned, reduce_table, sum_slots
 from tst_jax.kernels.dispatch import Kernels
+from tst_jax.kernels.scatter import scatter_slots
 
 OBJECTIVES = ("mce", "mass")
 
@@ -239,15 +240,17 @@ def _by_chunks(how, head_VxD, hidden, targets, slots, totals, fill=0):
         if not gradients:
             return d_head, (loss.sum(),)
         d_h, d_head_part = _softmax_gradients(z_NxV, h, head_VxD, top, c / norm, fill)
-        d_h, d_head = d_h - bag, _scatter(d_head + d_head_part, h, y, q)
-        return d_head, (loss.sum(), d_h.astype(_d_hidden_dtype(h, axes)))
+        d_h = (d_h - bag).astype(_d_hidden_dtype(h, axes))
+        return d_head + d_head_part, (loss.sum(), d_h, q)
 
     start = jnp.zeros(head_VxD.shape, jnp.float32) if gradients else None
     arrays = split((hidden, targets, slots, totals[..., None]), chunk)
-    d_head, (loss, *d_h) = jax.lax.scan(body, start, arrays)
+    d_head, (loss, *rows) = jax.lax.scan(body, start, arrays)
     if not gradients:
         return (loss.sum(),)
-    return loss.sum(), d_head, _join(*d_h, *hidden.shape[:2])
+    d_hidden, q = (_join(x, *hidden.shape[:2]) for x in rows)
+    # Once, not once a chunk: a TPU's matmul and its scatter want the table laid out differently.
+    return loss.sum(), _scatter(d_head, *map(_flat, (hidden, targets, q))), d_hidden
 
 
 # --- Pallas: the logits never leave the chip ----------------------------------------------------

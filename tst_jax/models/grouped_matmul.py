@@ -4,7 +4,8 @@
 `jax.lax.ragged_dot` is a kernel that multiplies each stretch with its expert's matrix. Elsewhere
 XLA expands it into all rows times all matrices (jax 0.10 to 0.12, on GPUs too, whatever its flags
 for a grouped matmul). So there the rows are cut into blocks that belong to one expert each, some
-1.25 times the work, and multiplied as one batch. Both are exact at any imbalance.
+1.25 times the work, and multiplied as one batch; and a weight's gradient takes as many rows of each
+expert at a time. All are exact at any imbalance.
 """
 
 import jax
@@ -12,6 +13,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
 BLOCKS = 4  # for each expert, if rows spread evenly; another one is partly empty
+# Of the weight gradients: so many while no expert has more than SLACK times its even share.
+WAVES, SLACK = 2, 1.25
 TILE = 512  # of the TPU kernel for weight gradients: rows, and at most so many columns
 
 
@@ -36,7 +39,7 @@ def grouped_matmul(x_RxD, w_ExDxF, sizes_E):
 def grouped_weight_gradient(x_RxD, d_y_RxF, sizes_E):
     """Of each stretch, x^T d_y: float32 [E, D, F]. Rows behind the last stretch do not count."""
     return jax.lax.platform_dependent(
-        x_RxD, d_y_RxF, sizes_E, tpu=_gradient_tpu, default=_gradient_in_blocks
+        x_RxD, d_y_RxF, sizes_E, tpu=_gradient_tpu, default=_gradient_in_waves
     )
 
 
@@ -82,12 +85,26 @@ def _in_blocks(x_RxD, w_ExDxF, sizes_E):
     return y_AxTxF.reshape(-1, w_ExDxF.shape[2])[slot_R]
 
 
-def _gradient_in_blocks(x_RxD, d_y_RxF, sizes_E):
-    expert_A, row_AxT, live_AxT, _ = _blocks(x_RxD.shape[0], sizes_E)
-    live = lambda rows: jnp.where(live_AxT[..., None], rows[row_AxT], 0)
-    products = jnp.einsum(
-        "atd,atf->adf", live(x_RxD), live(d_y_RxF), preferred_element_type=jnp.float32
-    )
-    # Not segment_sum: told that the indices are sorted, XLA compiles it for a GPU for minutes.
-    zeros = jnp.zeros((sizes_E.shape[0], *products.shape[1:]), jnp.float32)
-    return zeros.at[expert_A].add(products)
+def _gradient_in_waves(x_RxD, d_y_RxF, sizes_E):
+    """Some rows of every expert at a time, until no expert has more.
+
+    Blocks would be E * (BLOCKS + 1) products, and then a sum of those of one expert.
+    """
+    rows, experts = x_RxD.shape[0], sizes_E.shape[0]
+    size = max(8, -(-int(SLACK * rows) // (WAVES * experts * 8)) * 8)
+    ends_E = jnp.cumsum(sizes_E)
+    starts_E = ends_E - sizes_E
+
+    def wave(carry):
+        done, total_ExDxF = carry
+        row_ExT = (starts_E + done)[:, None] + jnp.arange(size)
+        live_ExT = row_ExT < ends_E[:, None]
+        row_ExT = jnp.minimum(row_ExT, rows - 1)
+        take = lambda rows: jnp.where(live_ExT[..., None], rows[row_ExT], 0)
+        products_ExDxF = jnp.einsum(
+            "etd,etf->edf", take(x_RxD), take(d_y_RxF), preferred_element_type=jnp.float32
+        )
+        return done + size, total_ExDxF + products_ExDxF
+
+    zeros = jnp.zeros((experts, x_RxD.shape[1], d_y_RxF.shape[1]), jnp.float32)
+    return jax.lax.while_loop(lambda carry: carry[0] < sizes_E.max(), wave, (0, zeros))[1]

@@ -253,12 +253,16 @@ class Transformer(nnx.Module):
         """
         cfg = self.cfg
         length = hidden_BxLxD.shape[1]
-        if positions_BxL is None:
-            positions_BxL = jnp.broadcast_to(at + jnp.arange(length), hidden_BxLxD.shape[:2])
         if cfg.positions == "learned":
             if length > cfg.max_positions:
                 raise ValueError(f"{length} positions; model.max_positions is {cfg.max_positions}")
-            hidden_BxLxD += self.positions[...].astype(hidden_BxLxD.dtype)[positions_BxL]
+            table = self.positions[...].astype(hidden_BxLxD.dtype)
+            if positions_BxL is None:  # a slice, whose gradient is a sum over rows and no scatter
+                hidden_BxLxD += jax.lax.dynamic_slice_in_dim(table, at, length)
+            else:
+                hidden_BxLxD += table[positions_BxL]
+        if positions_BxL is None:
+            positions_BxL = jnp.broadcast_to(at + jnp.arange(length), hidden_BxLxD.shape[:2])
         rows = Rows(positions_BxL, segments_BxL, mask_BxL, at, mesh)
 
         on_mesh = lambda x: sharding.constrain(x, mesh, "batch", "position", "width")
