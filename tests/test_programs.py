@@ -1,5 +1,7 @@
 """The programs of a run: compiled before step 0, with the state donated, and kept for next time."""
 
+import re
+
 import jax
 import pytest
 
@@ -24,7 +26,7 @@ def test_both_phases_compile_before_step_0(make_config, store, tmp_path, monkeyp
 
 
 def test_state_is_donated(make_config, store):
-    """The step writes into its input's buffers: a run holds one copy of its state."""
+    """The step writes into its input's buffers, and copies none: a run holds its state once."""
     config = make_config(store)
     said = []
     compiled = programs.compile_run(

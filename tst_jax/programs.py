@@ -30,7 +30,10 @@ from tst_jax.train_step import (
 
 # All that XLA is told beyond its defaults, by platform.
 COMPILER_OPTIONS = {
-    "cpu": {},
+    "cpu": {
+        # Otherwise the optimizer's moments are copied in each step, before they are updated.
+        "xla_cpu_copy_insertion_use_region_analysis": True,
+    },
     "gpu": {
         # Starts communication early and waits for it late, so that matmuls run meanwhile.
         "xla_gpu_enable_latency_hiding_scheduler": True,
