@@ -38,6 +38,10 @@ def test_state_is_donated(make_config, store):
     size = sum(x.nbytes for x in jax.tree.leaves(compiled.init(key_data(0))))
     for program in compiled.steps.values():
         assert program.memory_analysis().alias_size_in_bytes == size
+        entry = program.as_text().split("\nENTRY ")[1]
+        arguments = re.findall(r"(%\S+) = f32\S+ parameter\(", entry)
+        assert len(arguments) > 20
+        assert not [name for name in arguments if f" copy({name})" in entry]
 
 
 def test_compiled_programs_are_kept_by_default(monkeypatch, tmp_path):
