@@ -1,5 +1,6 @@
 """The programs of a run: compiled before step 0, with the state donated, and kept for next time."""
 
+import dataclasses
 import re
 
 import jax
@@ -7,6 +8,7 @@ import pytest
 
 from tst_jax import config as config_lib
 from tst_jax import programs
+from tst_jax.run_log import Log
 from tst_jax.train import train
 from tst_jax.train_step import key_data, make_train_step
 
@@ -42,6 +44,70 @@ def test_state_is_donated(make_config, store):
         arguments = re.findall(r"(%\S+) = f32\S+ parameter\(", entry)
         assert len(arguments) > 20
         assert not [name for name in arguments if f" copy({name})" in entry]
+
+
+@pytest.fixture
+def compilations():
+    """A list that grows with each compilation."""
+    found = []
+    listener = lambda name, seconds, **_: "compile" in name and found.append(name)
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(listener)
+
+
+def test_nothing_is_compiled_after_the_first_step(
+    make_config, store, tmp_path, monkeypatch, compilations
+):
+    """Not at the switch, an evaluation, a save, the last batch, or when a run goes on (rule 17)."""
+    config = make_config(store)
+    config.tst = dataclasses.replace(config.tst, reset_optimizer=True)
+    config.eval.every, config.checkpoint.every = 3, 4
+    before, compile_run = [], programs.compile_run
+
+    def counted(*args):
+        compiled = compile_run(*args)
+        before.append(len(compilations))
+        return compiled
+
+    monkeypatch.setattr(programs, "compile_run", counted)
+    for stop_after in (5, -1):
+        train(dataclasses.replace(config, stop_after=stop_after), tmp_path / "run")
+        assert 3 < before[-1] == len(compilations)
+
+
+def test_a_step_is_dispatched_before_the_last_one_is_waited_for(
+    make_config, store, tmp_path, monkeypatch
+):
+    """The devices never wait for the host, but where a state is evaluated, saved or switched."""
+    config = make_config(store)
+    config.eval.every = config.checkpoint.every = 5
+    dispatched, waited_for = 0, {}
+    compile_run, read = programs.compile_run, Log._read
+
+    def compiled(*args):
+        found = compile_run(*args)
+
+        def counting(step):
+            def run(*args):
+                nonlocal dispatched
+                dispatched += 1
+                return step(*args)
+
+            return run
+
+        steps = {index: counting(step) for index, step in found.steps.items()}
+        return dataclasses.replace(found, steps=steps)
+
+    def reading(log, step, *args):
+        waited_for[step] = dispatched
+        read(log, step, *args)
+
+    monkeypatch.setattr(programs, "compile_run", compiled)
+    monkeypatch.setattr(Log, "_read", reading)
+    train(config, tmp_path / "run")
+    ends = {5, 8, 10, 15, 20}  # 8: the switch
+    assert waited_for == {n: n if n in ends else n + 1 for n in range(1, 21)}
 
 
 def test_compiled_programs_are_kept_by_default(monkeypatch, tmp_path):

@@ -64,7 +64,11 @@ class Trace:
         if due:
             remote = "://" in str(self._folder)
             self._running = tempfile.mkdtemp() if remote else str(self._folder)
-            jax.profiler.start_trace(self._running)
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = (
+                0  # every call of Python: steps would take half as long again
+            )
+            jax.profiler.start_trace(self._running, profiler_options=options)
         else:
             self.close()
         log.restart_clock()
