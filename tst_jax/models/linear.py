@@ -9,8 +9,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from tst_jax import sharding
+
+# What remat="dots" keeps: a custom_vjp hides its matmul from policies that look for one.
+MATMUL = "matmul"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
@@ -35,7 +39,7 @@ def _whole(x, weight, names, mesh):
 
 
 def _forward(subscripts, x, weight, names, mesh):
-    return linear(subscripts, x, weight, names, mesh), (x, weight)
+    return checkpoint_name(linear(subscripts, x, weight, names, mesh), MATMUL), (x, weight)
 
 
 def _backward(subscripts, names, mesh, residuals, d_y):

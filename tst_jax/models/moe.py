@@ -10,10 +10,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
 from tst_jax import sharding
 from tst_jax.models.grouped_matmul import grouped_matmul, grouped_weight_gradient
+from tst_jax.models.linear import MATMUL
 
 
 @jax.tree_util.register_dataclass
@@ -227,7 +229,8 @@ def _whole(w_ExDxF, dtype, axes, dim):
 
 def _dot_forward(x_RxD, w_ExDxF, sizes_E, axes, dim):
     # The part of w is kept and gathered again: whole weights of all layers would not fit.
-    return _grouped_dot(x_RxD, w_ExDxF, sizes_E, axes, dim), (x_RxD, w_ExDxF, sizes_E)
+    y_RxF = checkpoint_name(_grouped_dot(x_RxD, w_ExDxF, sizes_E, axes, dim), MATMUL)
+    return y_RxF, (x_RxD, w_ExDxF, sizes_E)
 
 
 def _dot_backward(axes, dim, residuals, d_y_RxF):

@@ -24,7 +24,7 @@ from flax import nnx
 from tst_jax import sharding, superposition
 from tst_jax.kernels.dispatch import Kernels
 from tst_jax.models import attention, moe
-from tst_jax.models.linear import linear
+from tst_jax.models.linear import MATMUL, linear
 from tst_jax.models.shapes import ModelConfig
 
 
@@ -81,6 +81,14 @@ def rope(x_BxLxHxQ, positions_BxL, theta):
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     a, b = jnp.split(x_BxLxHxQ.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x_BxLxHxQ.dtype)
+
+
+def _keep_matmuls(primitive, *args, **params) -> bool:
+    """What remat="dots" keeps of a layer: results of matmuls with weights, and of an attention
+    kernel, which are as small. Attention without a kernel is computed again, scores and all."""
+    kernel = primitive.name in ("dot_product_attention_fwd_wrapper", "pallas_call")
+    named = jax.checkpoint_policies.save_only_these_names(MATMUL)
+    return kernel or named(primitive, *args, **params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,9 +280,9 @@ class Transformer(nnx.Module):
             x, layer_cache, routing = layer(on_mesh(x), cfg, rows, layer_cache)
             return on_mesh(x), (layer_cache, routing)
 
-        policies = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
         if cfg.remat != "none":
-            step = jax.checkpoint(step, policy=policies[cfg.remat], prevent_cse=False)
+            policy = _keep_matmuls if cfg.remat == "dots" else None
+            step = jax.checkpoint(step, policy=policy, prevent_cse=False)
         hidden_BxLxD, (cache, routing) = jax.lax.scan(step, hidden_BxLxD, (self.layers, cache))
         return _apply_norm(self, "final_norm", hidden_BxLxD, cfg), cache, routing
 
