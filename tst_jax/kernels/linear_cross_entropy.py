@@ -200,12 +200,17 @@ def _join(x, rows, positions):
     return x.reshape(rows, -1, x.shape[-1])[:, :positions]
 
 
-def _softmax_gradients(z_NxV, hidden_NxD, head_VxD, peak_N, scale_N, fill=0):
-    """What scale exp(z - peak) passes on to hidden and head, both float32."""
-    d_z = (jnp.exp(z_NxV - peak_N[:, None]) * scale_N[:, None]).astype(hidden_NxD.dtype)
-    d_z, filled = jnp.pad(d_z, ((0, 0), (0, fill))), jnp.pad(head_VxD, ((0, fill), (0, 0)))
-    d_hidden = jnp.dot(d_z, filled, preferred_element_type=jnp.float32)
-    d_head = jnp.einsum("nv,nd->vd", d_z, hidden_NxD, preferred_element_type=jnp.float32)
+def _softmax_gradients(e_NxV, hidden_NxD, head_VxD, scale_N, fill=0):
+    """What scale e, with e = exp(z - peak), passes on to hidden and head, both float32.
+
+    What is scaled is not e, which is as large as the logits, but what comes out and goes in.
+    """
+    dtype, scale_Nx1 = hidden_NxD.dtype, scale_N[:, None]
+    e_NxV = jnp.pad(e_NxV.astype(dtype), ((0, 0), (0, fill)))
+    filled = jnp.pad(head_VxD, ((0, fill), (0, 0)))
+    d_hidden = scale_Nx1 * jnp.dot(e_NxV, filled, preferred_element_type=jnp.float32)
+    scaled = (scale_Nx1 * hidden_NxD).astype(dtype)
+    d_head = jnp.einsum("nv,nd->vd", e_NxV, scaled, preferred_element_type=jnp.float32)
     return d_hidden, d_head[: head_VxD.shape[0]]
 
 
@@ -235,11 +240,13 @@ def _by_chunks(how, head_VxD, hidden, targets, slots, totals, fill=0):
         c = c[:, 0]
         z_NxV = logits(h, head_VxD)
         peak = z_NxV.max(-1)
-        norm = jnp.exp(z_NxV - peak[:, None]).sum(-1)
+        e_NxV = jnp.exp(z_NxV - peak[:, None])
+        norm = e_NxV.sum(-1)
         loss, top, norm, bag, q = _combine(peak, norm, head_VxD, h, y, w, c, objective, axes)
         if not gradients:
             return d_head, (loss.sum(),)
-        d_h, d_head_part = _softmax_gradients(z_NxV, h, head_VxD, top, c / norm, fill)
+        scale = c * jnp.exp(peak - top) / norm
+        d_h, d_head_part = _softmax_gradients(e_NxV, h, head_VxD, scale, fill)
         d_h = (d_h - bag).astype(_d_hidden_dtype(h, axes))
         return d_head + d_head_part, (loss.sum(), d_h, q)
 
@@ -270,9 +277,8 @@ def _gpu(how, arch, *arrays):
     def softmax_gradients(hidden_NxD, head_VxD, logsumexp_N, scale_N):
         def body(d_head, arrays):
             h, logsumexp, scale = arrays
-            found = _softmax_gradients(
-                logits(h, head_VxD), h, head_VxD, logsumexp[:, 0], scale[:, 0]
-            )
+            p_NxV = jnp.exp(logits(h, head_VxD) - logsumexp)
+            found = _softmax_gradients(p_NxV, h, head_VxD, scale[:, 0])
             return d_head + found[1], found[0]
 
         arrays = hidden_NxD[None], logsumexp_N[None, :, None], scale_N[None, :, None]
