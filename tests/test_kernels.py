@@ -106,7 +106,7 @@ def test_on_a_cpu_rows_do_not_lie_a_power_of_two_apart(objective):
     with jax.enable_x64(True):
         exact = (x.astype("float64") for x in (hidden, head))
         want = jax.tree.map(np.asarray, jax.value_and_grad(plainly, (0, 1))(*exact))
-    # The gradient of hidden is a difference of rows of the head, of which a part is the same in all.
+    # The gradient of hidden is a difference of rows of the head, which have a part in common.
     for found, exact, unit in zip(jax.tree.leaves(got), jax.tree.leaves(want), (1, head, 1)):
         unit = max(np.abs(unit).max(), np.abs(exact).max())
         assert exact.dtype == "float64" and np.abs(found - exact).max() <= ROUNDING * unit

@@ -2,6 +2,7 @@
 
     python -m tst_jax.bench step --config=configs/dense_270m.py --config.model.layers=2
     python -m tst_jax.bench kernels --json=kernels.json
+    python -m tst_jax.bench models --json=models.json
     python -m tst_jax.bench data --store=DIR --json=data.json
     python -m tst_jax.bench checkpoints --config=configs/quickstart.py --every=50
     python -m tst_jax.bench all --json=all.json
@@ -14,13 +15,18 @@ The programs are the trainer's, over all devices. Needs no data: token ids are d
 with what a user would write instead, at each combination of --bag_sizes, --n, --d and --v. It needs
 jax, numpy and this package, nothing else.
 
+`models` runs the published shapes, two of them with fewer layers, on the accelerator at hand, and
+finds the best batch and remat for it, the MFU of both phases, and what the head takes of a step.
+Needs no data.
+
 `data` measures how many tokens a second come out of a store, of yours or of one that is made for
 it, beside plain slices of its memory map. `taskset -c 0` in front measures one core.
 
 `checkpoints` measures how much longer --every steps take with a save among them than without, on
 the disk of --dir. Needs no data.
 
-`all` runs these four with their defaults, and leaves out those whose packages are not installed.
+`all` runs these but `models` with their defaults, and leaves out those whose packages are not
+installed.
 """
 
 import argparse
@@ -177,6 +183,14 @@ def _kernels(options) -> list[dict]:
     return bench_kernels.run(bench_kernels.sizes(options), options)
 
 
+def _models(options) -> dict:
+    from tst_jax import bench_models  # needs flax and optax
+
+    if jax.default_backend() == "cpu":
+        raise UserError("bench models is for a GPU or TPU, and jax finds none; try bench step")
+    return bench_models.run(bench_models.CASES, options)
+
+
 def _data(options) -> list[dict]:
     from tst_jax import bench_data  # needs grain
 
@@ -238,6 +252,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--bag_sizes", type=_numbers, default=sizes, metavar="S,S", help=f"default {sizes}")
     add = command("kernels", "loss and bag mean beside the alternatives", _kernels, 7)
     bench_kernels.add_arguments(add, _numbers)
+    add = command("models", "the published shapes on an accelerator", _models, 5)
+    bench_kernels.add_limit(add)
     add = command("data", "rows out of a store beside plain slices", _data, 5)
     add("--store", metavar="DIR", help="that tst_jax.prepare made; default: one is made")
     add(

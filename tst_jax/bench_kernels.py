@@ -47,12 +47,16 @@ def add_arguments(add, numbers):
     lists("--chunks", "1024", "positions of a chunk of the loss; `ours` is the first")
     add("--dtype", choices=DTYPES, default="float32" if on_cpu else "bfloat16", help="of hidden")
     add("--check", action="store_true", help="first compare with float64 (256 positions)")
+    add_limit(add)
+
+
+def add_limit(add):
     add(
         "--limit_s",
         type=float,
         default=float("inf"),
         metavar="X",
-        help="seconds after which no further size begins",
+        help="seconds after which nothing further begins",
     )
 
 
