@@ -120,7 +120,7 @@ def _measure(case: Case, rounds: int) -> dict:
     most = max(rows for rows, _ in case.batches)
     heads = {chunk: _Head(case, most, chunk, 1) for chunk in CHUNKS}
     times = _in_turn(heads, rounds)
-    chunk = min(times, key=times.get)
+    chunk = min(times, key=lambda chunk: times[chunk])
     del heads  # and their arrays
     configs = [config_of(case, *batch, chunk, 1) for batch in case.batches]
     state = _State(configs[0])
