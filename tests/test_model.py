@@ -218,7 +218,7 @@ def test_the_scanned_decoder_is_the_written_out_one(bag):
 MIX = jnp.asarray(np.random.default_rng(7).normal(size=(2, L, V)), jnp.float32)
 score = lambda model, ids: (MIX * logits(model, ids)).sum()
 # Of one model in several forms: each is fused alike, so that sums which cancel do so in all.
-FUSED = {"xla_cpu_use_fusion_emitters": True}
+FUSED = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else {}
 graded = jax.jit(jax.value_and_grad(score), compiler_options=FUSED)
 
 

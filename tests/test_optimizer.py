@@ -19,7 +19,8 @@ from tst_jax.models.transformer import ModelConfig, Transformer
 from tst_jax.optimizer import OptimizerConfig, is_matrix, make_optimizer
 
 # Two programs are compared to the bit: both are fused as they are outside the tests.
-jit = functools.partial(jax.jit, compiler_options={"xla_cpu_use_fusion_emitters": True})
+FUSED = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else {}
+jit = functools.partial(jax.jit, compiler_options=FUSED)
 CFG = ModelConfig(vocab_size=23, width=8, layers=2, heads=2, kv_heads=1, head_dim=6, ff=20)
 MOE = dataclasses.replace(CFG, experts=3, experts_per_token=1)
 GPT2 = dataclasses.replace(CFG, positions="learned", max_positions=5, mlp="gelu", biases=True)

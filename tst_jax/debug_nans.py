@@ -79,7 +79,9 @@ def _compiled(mesh, function):
     """What it returns is whole on every process."""
     options = {} if mesh is None else {"out_shardings": sharding.replicated(mesh)}
     if sharding.platform(mesh) == "cpu":  # hundreds of checks take longer to compile than to run
-        fast = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+        fast = {"xla_backend_optimization_level": 0}
+        if jax.__version_info__ < (0, 11):  # jax 0.12 knows no such option, and refuses it
+            fast["xla_cpu_use_fusion_emitters"] = False
         options["compiler_options"] = fast
     return jax.jit(function, **options)
 
