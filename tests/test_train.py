@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tensorboardX.proto.event_pb2 import Event
 
 from tst_jax import config as config_lib
 from tst_jax import flops, generate, metrics, sharding
@@ -134,7 +135,27 @@ def test_metrics(whole):
     evals = [line for line in metrics.read_metrics(workdir) if "eval_loss" in line]
     assert [line["step"] for line in evals] == [5, SWITCH, 10, 15, 20]
     assert evals[-1]["eval_loss"] < evals[0]["eval_loss"] < math.log(61)
-    assert (workdir / "config.json").exists() and any((workdir / "tensorboard").iterdir())
+    assert (workdir / "config.json").exists()
+
+
+def test_tensorboard_events_are_the_lines(whole):
+    """Every plain number of metrics.jsonl, under its name and step, in float32."""
+    _, workdir, _, _ = whole
+    (path,) = (workdir / "tensorboard").iterdir()
+    data, found = path.read_bytes(), []
+    while data:  # length, its checksum, an event, its checksum
+        length = int.from_bytes(data[:8], "little")
+        event = Event.FromString(data[12 : 12 + length])
+        data = data[16 + length :]
+        found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+    lines = metrics.read_metrics(workdir)
+    expected = [
+        (line["step"], name, float(np.float32(value)))
+        for line in lines
+        for name, value in line.items()
+        if name != "step" and isinstance(value, int | float)
+    ]
+    assert len(found) > 20 * 10 and found == expected
 
 
 def test_eval_loss_is_ordinary_cross_entropy(whole):

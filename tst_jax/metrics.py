@@ -9,6 +9,7 @@ import numpy as np
 import tensorboardX
 import tqdm
 from etils import epath
+from tensorboardX.proto.summary_pb2 import Summary
 
 from tst_jax.errors import UserError
 
@@ -38,9 +39,13 @@ class Writer:
         if self._file is None:
             return
         self._file.append(json.dumps(line))
-        for name, value in line.items():
-            if name != "step" and isinstance(value, int | float):
-                self._events.add_scalar(name, value, line["step"])
+        # One event for all: `add_scalar` takes ten times as long, in the thread that trains.
+        numbers = [
+            Summary.Value(tag=name, simple_value=value)
+            for name, value in line.items()
+            if name != "step" and isinstance(value, int | float)
+        ]
+        self._events.file_writer.add_summary(Summary(value=numbers), line["step"])
 
     def flush(self) -> None:
         """All lines so far lie where a resumed run looks for them."""
