@@ -32,6 +32,17 @@ def test_method_needs_jax_and_numpy_only():
     assert imports("tst_jax.train_step", absent).returncode != 0  # the blocking itself works
 
 
+def test_method_imports_little_beside_jax():
+    """Pallas, 0.2 s of modules, comes in with the first kernel that is asked for."""
+    code = (
+        "import sys, jax; before = set(sys.modules); import tst_jax.superposition; "
+        "print(*sorted(m for m in set(sys.modules) - before if not m.startswith('tst_jax')))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert not [name for name in result.stdout.split() if "pallas" in name or "mosaic" in name]
+
+
 def test_bench_of_kernels_needs_jax_and_numpy_only():
     absent = ["flax", "optax", "orbax", "grain", "ml_collections", "absl", "tensorflow_datasets"]
     small = "['kernels', '--n=8', '--d=8', '--v=16', '--bag_sizes=2', '--rounds=1']"

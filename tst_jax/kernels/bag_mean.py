@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 
 from tst_jax.kernels import dispatch
-from tst_jax.kernels.bag_sum_tpu import bag_sum as bag_sum_tpu
 from tst_jax.kernels.dispatch import Kernels
 from tst_jax.kernels.scatter import scatter_slots
 
@@ -72,8 +71,10 @@ def _xla(table_VxD, tokens, mask):
 
 
 def _tpu(table_VxD, tokens, mask, interpret=False):
+    from tst_jax.kernels import bag_sum_tpu  # imports Pallas, which takes 0.2 s
+
     flat = lambda x: x.reshape(-1, x.shape[-1])
-    total = bag_sum_tpu(table_VxD, flat(tokens), flat(mask), interpret=interpret)
+    total = bag_sum_tpu.bag_sum(table_VxD, flat(tokens), flat(mask), interpret=interpret)
     return total.reshape(*tokens.shape[:-1], -1)
 
 

@@ -21,7 +21,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from tst_jax.kernels import dispatch, logsumexp_gpu, logsumexp_tpu
+from tst_jax.kernels import dispatch
 from tst_jax.kernels.bag_mean import owned, reduce_table, sum_slots
 from tst_jax.kernels.dispatch import Kernels
 from tst_jax.kernels.scatter import scatter_slots
@@ -265,6 +265,8 @@ def _by_chunks(how, head_VxD, hidden, targets, slots, totals, fill=0):
 
 def _tpu(how, *arrays, interpret=False):
     """Logsumexp and both gradients in Pallas kernels, which compute the logits three times."""
+    from tst_jax.kernels import logsumexp_tpu  # imports Pallas, which takes 0.2 s
+
     call = lambda kernel: functools.partial(kernel, interpret=interpret)
     kernels = call(logsumexp_tpu.logsumexp), call(logsumexp_tpu.softmax_gradients)
     return _fused(how, *kernels, *arrays)
@@ -272,6 +274,8 @@ def _tpu(how, *arrays, interpret=False):
 
 def _gpu(how, arch, *arrays):
     """Logsumexp in a Pallas kernel; the gradients compute the logits again, a chunk at a time."""
+    from tst_jax.kernels import logsumexp_gpu  # imports Pallas, see above
+
     chunk = how[-1]
 
     def softmax_gradients(hidden_NxD, head_VxD, logsumexp_N, scale_N):
