@@ -9,7 +9,7 @@ import numpy as np
 import tensorboardX
 import tqdm
 from etils import epath
-from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.proto.summary_pb2 import Summary  # pyrefly: ignore[missing-module-attribute]
 
 from tst_jax.errors import UserError
 
