@@ -10,7 +10,6 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare_environment
 use_cpu_unless_accelerated
-keep_freed_memory
 cd "$root"
 cat <<'TEXT'
 Baseline against TST: 1.1M parameters, Python's standard library as text, equal FLOPs. One seed says
