@@ -3,7 +3,6 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch/environment.sh"
 prepare_environment
-keep_freed_memory
 cd "$root"
 
 # The compiler for TPUs, which some tests use without a TPU; without it they are skipped. It lies

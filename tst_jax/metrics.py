@@ -39,7 +39,7 @@ class Writer:
         if self._file is None:
             return
         self._file.append(json.dumps(line))
-        # One event for all: `add_scalar` takes ten times as long, in the thread that trains.
+        # One event for all: `add_scalar` takes nine times as long, in the thread that trains.
         numbers = [
             Summary.Value(tag=name, simple_value=value)
             for name, value in line.items()
